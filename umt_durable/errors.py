@@ -1,0 +1,193 @@
+"""Every error this package raises, in one tree.
+
+    DurableError
+    ├── ConfigurationError            a setting is wrong or missing
+    │   ├── EmbeddedError             the embedded pair cannot be started
+    │   └── SchemaError               the schema is missing, behind or ahead of this code
+    ├── DefinitionError               a task, step or policy is declared wrongly
+    │   ├── DuplicateTaskError
+    │   └── DurationError             a duration is not written in a form that is read; also a ValueError
+    ├── InputError                    the arguments of a run are refused, naming each field
+    ├── EncodingError                 a value cannot be stored and given back unchanged
+    ├── DecodingError                 a stored value cannot be read
+    │   └── JournalCorruptError       a stored result does not match its digest
+    ├── AutocommitError               a caller's connection has no transaction to join
+    ├── UnknownTaskError
+    ├── UnknownRunError
+    ├── IdempotencyConflictError      the same key was used with other input
+    ├── FencingError                  a write came after the grant it was made under had ended
+    ├── NonDeterminismError           a replay asked for another step than was recorded
+    ├── FactTimeoutError              nothing came before the time-out of a wait
+    ├── StepFailedError               a recorded failure whose own type is not known here
+    ├── NonRetryableError             raise it (or a subclass) to end retrying at once
+    ├── MessageRefusedError           a broker message is malformed or in a refused codec
+    ├── DatabaseUnavailableError
+    │   └── DatabaseBusyError         it answers, but a lock or its own time limit stopped the statement
+    └── BrokerUnavailableError
+
+Exits that are not errors (`umt_durable.engine.exits`) derive from `BaseException` and are not in this tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from uuid import UUID
+
+
+class DurableError(Exception):
+    """Root of all errors of this package."""
+
+
+class ConfigurationError(DurableError):
+    """A setting is missing or makes no sense."""
+
+
+class EmbeddedError(ConfigurationError):
+    """The embedded Postgres or Valkey is not installed or does not start."""
+
+
+class SchemaError(ConfigurationError):
+    """The database schema is not at the revision this code needs; the text names the command to run."""
+
+
+class DefinitionError(DurableError):
+    """A task, step or policy is declared in a way that can never work."""
+
+
+class DuplicateTaskError(DefinitionError):
+    """Two owners declare the same task name and version."""
+
+
+class DurationError(DefinitionError, ValueError):
+    """A duration is not written in a form that is read, or has no fixed length."""
+
+
+class InputError(DurableError):
+    """The arguments of a run do not fit its task.
+
+    Shape: `problems` holds one (field, reason) pair for each field that was refused.
+    """
+
+    def __init__(self, task: str, problems: Sequence[tuple[str, str]]) -> None:
+        self.task = task
+        self.problems = tuple(problems)
+        listed = "; ".join(f"{field}: {reason}" for field, reason in self.problems)
+        super().__init__(f"arguments of {task} refused: {listed}")
+
+
+class EncodingError(DurableError):
+    """A value cannot be stored so that it comes back unchanged.
+
+    Shape: `where` names the step or argument, `path` the place inside the value (`$.lines[3].price`).
+    """
+
+    def __init__(self, where: str, path: str, reason: str) -> None:
+        self.where = where
+        self.path = path
+        self.reason = reason
+        super().__init__(f"{where}: {path} cannot be stored: {reason}")
+
+
+class DecodingError(DurableError):
+    """A stored value cannot be read back as the type the code expects."""
+
+
+class JournalCorruptError(DecodingError):
+    """A recorded result does not match the digest that was stored with it."""
+
+
+class AutocommitError(DurableError):
+    """A connection was given as `conn` that has no open transaction to join."""
+
+
+class UnknownTaskError(DurableError):
+    """No durable task of this name (and version) is registered here."""
+
+    def __init__(self, task: str, known: Iterable[str] = ()) -> None:
+        self.task = task
+        names = ", ".join(sorted(known)) or "none"
+        super().__init__(f"no durable task named {task!r} is registered here (registered: {names})")
+
+
+class UnknownRunError(DurableError):
+    """No run has this id, now or in the time retention remembers."""
+
+    def __init__(self, run: object) -> None:
+        self.run = run
+        super().__init__(f"no run with id {str(run)!r}")
+
+
+class IdempotencyConflictError(DurableError):
+    """An idempotency key was used before with other input.
+
+    Shape: `run` is the id of the run that owns the key; that run is untouched.
+    """
+
+    def __init__(self, task: str, key: str, run: str) -> None:
+        self.task = task
+        self.key = key
+        self.run = run
+        super().__init__(f"idempotency key {key!r} of {task} belongs to run {run}, which was started with other input")
+
+
+class FencingError(DurableError):
+    """A write of an attempt was refused, because its grant of the run had ended."""
+
+    def __init__(self, run: int, fence: int) -> None:
+        self.run = run
+        self.fence = fence
+        super().__init__(f"the grant {fence} of run no. {run} has ended; this write was refused")
+
+
+class NonDeterminismError(DurableError):
+    """On replay the code asked for a step other than the recorded one."""
+
+    def __init__(self, expected: str, found: str) -> None:
+        self.expected = expected
+        self.found = found
+        super().__init__(f"the journal holds {expected}, but the code now asks for {found}")
+
+
+class FactTimeoutError(DurableError):
+    """No fact came before the time-out of a wait; the outcome is journaled and stays."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"no fact {name!r} came before the time-out")
+
+
+class StepFailedError(DurableError):
+    """A recorded failure whose exception type is not registered in this process."""
+
+    def __init__(self, step: str, type_name: str, message: str) -> None:
+        self.step = step
+        self.type_name = type_name
+        self.message = message
+        super().__init__(f"{step} failed: {type_name}: {message}")
+
+
+class NonRetryableError(DurableError):
+    """Raise this, or a subclass, in a body to fail without a further try."""
+
+
+class MessageRefusedError(DurableError):
+    """A broker message is malformed, or in a serialisation that is never read."""
+
+
+class DatabaseUnavailableError(DurableError):
+    """The database did not answer within the time allowed; nothing was lost."""
+
+
+class DatabaseBusyError(DatabaseUnavailableError):
+    """The database answers, but a lock that someone holds, or its time limit, stopped a statement each time."""
+
+
+class BrokerUnavailableError(DurableError):
+    """The broker did not take messages.
+
+    Shape: `confirmed` holds the keys of those it had confirmed before it failed.
+    """
+
+    def __init__(self, reason: str, confirmed: Iterable[UUID] = ()) -> None:
+        self.confirmed = frozenset(confirmed)
+        super().__init__(reason)

@@ -1,0 +1,253 @@
+"""What the store reads and writes: frozen records, one per table or statement."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NewType
+from uuid import UUID
+
+from umt_durable.states import AttemptOutcome, RunState, StepState, WaitState
+
+RunNo = NewType("RunNo", int)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The fencing token of one grant: the run, the number that grows with each grant, and the random id of this one."""
+
+    run: RunNo
+    fence: int
+    claim: UUID
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a claim gives: the token, and the run as the attempt needs it."""
+
+    token: Token
+    cancel: bool
+    failures: int
+    crashes: int
+    version: int
+    priority: int | None
+    args: bytes
+    codec: int
+    digest: bytes | None
+    envelope: bytes | None
+    age_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRun:
+    """A run to be inserted. Times are either absolute (`wake_at`) or from now (`delay_seconds`)."""
+
+    id: str
+    task: str
+    nesting: int = 0
+    version: int | None = None
+    queue: str | None = None
+    priority: int | None = None
+    args: bytes = b""
+    codec: int = 1
+    digest: bytes | None = None
+    envelope: bytes | None = None
+    wake_at: datetime | None = None
+    delay_seconds: float | None = None
+    expires_at: datetime | None = None
+    expires_seconds: float | None = None
+    ref: str | None = None
+    attributes: str | None = None  # a JSON object
+    key: str | None = None
+    key_hash: bytes | None = None
+    key_ttl_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueued:
+    """What became of an enqueue: `created`, `existing` (the key or id was there), or `conflict` (with other input)."""
+
+    id: str
+    no: int | None
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """One journal entry.
+
+    Shape: `failures` counts the failed tries; `due` says that its wake_at has passed by the database clock;
+    `age_seconds` is the time from the beginning of its first try to the read.
+    """
+
+    key: str
+    seq: int
+    kind: str
+    state: StepState
+    fingerprint: bytes | None
+    failures: int
+    fence: int
+    result: bytes | None
+    digest: bytes | None
+    error: bytes | None
+    wake_at: datetime | None
+    due: bool
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    age_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitEntry:
+    """One wait of a run, with the payload that settled it. `due`: its deadline has passed by the database clock."""
+
+    key: str
+    seq: int
+    name: str
+    address: str
+    mode: str
+    deadline: datetime | None
+    state: WaitState
+    fact: UUID | None
+    payload: bytes | None
+    due: bool
+    created_at: datetime | None = None
+    settled_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FactRecord:
+    """One fact, as a router needs it."""
+
+    id: UUID
+    address: str
+    name: str
+    payload: bytes | None
+    actor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LockedRun:
+    """Where a run stands, while the caller holds its row lock."""
+
+    no: RunNo
+    id: str
+    nesting: int
+    state: RunState
+    fence: int
+    cancel: bool
+    paused: bool
+    due: bool
+    expired: bool
+    parent_no: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunOwner:
+    """Who holds a run, as far as its row is still there, and the step whose body was last seen to start, if any."""
+
+    worker: UUID
+    host: str | None
+    pid: int | None
+    step: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxEntry:
+    """One outbox row that a relay has claimed, with what it needs of the row's run."""
+
+    id: UUID
+    type: str
+    run: int | None
+    ordinal: int
+    payload: bytes | None
+    attempts: int
+    run_id: str | None
+    nesting: int | None
+    task: str | None
+    queue: str | None
+    priority: int | None
+    fence: int | None
+    state: RunState | None
+    paused: bool | None
+    envelope: bytes | None
+    live: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A read-only view of one run."""
+
+    no: RunNo
+    id: str
+    nesting: int
+    task: str
+    version: int | None
+    queue: str | None
+    priority: int | None
+    state: RunState
+    reason: str | None
+    paused_at: datetime | None
+    failures: int
+    crashes: int
+    wake_at: datetime | None
+    cancel_at: datetime | None
+    ref: str | None
+    attributes: dict[str, Any] | None
+    result: bytes | None
+    error: bytes | None
+    codec: int
+    created_at: datetime
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A terminal run as the result backend and the callbacks need it."""
+
+    no: RunNo
+    id: str
+    nesting: int
+    task: str
+    version: int | None
+    queue: str | None
+    priority: int | None
+    state: RunState
+    reason: str | None
+    result: bytes | None
+    error: bytes | None
+    codec: int
+    args: bytes
+    envelope: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """One grant of a run in its history."""
+
+    fence: int
+    worker: UUID
+    claimed_at: datetime
+    ended_at: datetime | None
+    outcome: AttemptOutcome | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One process with a lease."""
+
+    id: UUID
+    node: UUID
+    pid: int
+    host: str
+    live: bool
+    started_at: datetime
+    versions: list[str]
+    counters: dict[str, int]
+
+
+def event_id(run: int, gen: int, kind: str, ordinal: int) -> UUID:
+    """Return the id of an outbox row of ours; the SQL function `event_id` computes the same."""
+    return UUID(bytes=hashlib.sha256(f"{run}/{gen}/{kind}/{ordinal}".encode()).digest()[:16])

@@ -1,0 +1,120 @@
+"""Every setting of this package: its name, default, unit and meaning, and where its value comes from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_type_hints
+
+from umt_durable.errors import ConfigurationError
+
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+MIN_LEASE_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of one `Durable` instance.
+
+    Each is given to `Durable(...)`, or as `DURABLE_<NAME>` in the environment, or as `durable_<name>` in the Celery
+    configuration; the first of these that is present counts.
+    """
+
+    database_url: str | None = None
+    """Where Postgres is: a libpq URL or keyword string. None: the embedded server."""
+    schema: str = "umt_durable"
+    """The schema that holds our tables."""
+    embedded: bool = True
+    """Whether the embedded Postgres and Valkey may be started when neither database nor broker is configured."""
+    lease_seconds: float = 15.0
+    """How long a process may be silent before its runs are taken over; renewed at a third. At least 3."""
+    poll_seconds: float = 0.5
+    """How often relay and maintenance look for work when nothing wakes them."""
+    deliver_seconds: float = 30.0
+    """How long a hint may be on its way before it may count as lost; doubled each time, up to an hour."""
+    max_crashes: int = 5
+    """How many take-overs without progress a run survives before it is quarantined."""
+    max_publish_attempts: int = 20
+    """How often an outbox row may be refused for itself before it is dead."""
+    notify: Literal["after_commit", "transaction", "off"] = "after_commit"
+    """Whether callers wake the relay: after their commit, inside their transaction too, or never (poll only)."""
+    pooler: bool = False
+    """Whether the URL leads to PgBouncer in transaction mode: no LISTEN, no start-up options, no prepared names."""
+    pool_size: int = 8
+    """The most connections one process opens beside those of its lease and its relay."""
+    worker_services: bool = True
+    """Whether Celery workers run relay and maintenance themselves; off where `umt-durable serve` does."""
+    strict_queues: bool = True
+    """Whether hints of a shared queue count in the depth gate. Off where ordinary tasks use the same queues."""
+
+    def __post_init__(self) -> None:
+        if self.lease_seconds < MIN_LEASE_SECONDS:
+            raise ConfigurationError(
+                f"lease_seconds must be at least {MIN_LEASE_SECONDS:g}, not {self.lease_seconds:g}"
+            )
+        if not self.schema or "\0" in self.schema or len(self.schema.encode()) > 63:
+            raise ConfigurationError(f"{self.schema!r} is no Postgres schema name (1 to 63 bytes)")
+        for name in ("poll_seconds", "deliver_seconds", "max_crashes", "max_publish_attempts", "pool_size"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name} must be more than zero, not {getattr(self, name)!r}")
+
+    @property
+    def channel(self) -> str:
+        """Return the name of the NOTIFY channel; it holds the schema name, so installs do not wake each other."""
+        return f"umt_durable.{self.schema}"[:63]
+
+    @classmethod
+    def load(
+        cls,
+        given: Mapping[str, Any] | None = None,
+        conf: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Settings:
+        """Gather the settings: given ones before the environment before `durable_*` keys of `conf`.
+
+        Errors: ConfigurationError names the setting, its value and where it came from.
+        """
+        given, conf = given or {}, conf or {}
+        environ = os.environ if environ is None else environ
+        hints = get_type_hints(cls)
+        unknown = set(given) - set(hints)
+        if unknown:
+            raise ConfigurationError(
+                f"unknown settings: {', '.join(sorted(unknown))} (known: {', '.join(sorted(hints))})"
+            )
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            variable, key = f"DURABLE_{field.name.upper()}", f"durable_{field.name}"
+            if given.get(field.name) is not None:
+                values[field.name] = _parse(given[field.name], hints[field.name], field.name)
+            elif environ.get(variable, "") != "":
+                values[field.name] = _parse(environ[variable], hints[field.name], variable)
+            elif conf.get(key) is not None:
+                values[field.name] = _parse(conf[key], hints[field.name], key)
+        return cls(**values)
+
+
+def _parse(value: Any, kind: Any, source: str) -> Any:
+    """Read a setting as its type; texts come from the environment."""
+    try:
+        if kind is bool:
+            text = str(value).strip().lower()
+            if text not in _TRUE | _FALSE:
+                raise ValueError("neither yes nor no")
+            return text in _TRUE
+        if kind is int:
+            return int(value)
+        if kind is float:
+            return float(value)
+    except ValueError as error:
+        raise ConfigurationError(f"{source}={value!r} is not a valid {kind.__name__}: {error}") from error
+    if kind == Literal["after_commit", "transaction", "off"] and value not in ("after_commit", "transaction", "off"):
+        raise ConfigurationError(f"{source}={value!r} must be after_commit, transaction or off")
+    return str(value)
+
+
+def libpq_url(url: str) -> str:
+    """Return a database URL in the form libpq reads, without SQLAlchemy's driver (`postgresql+psycopg://`)."""
+    return re.sub(r"^postgres(?:ql)?\+[a-z0-9_]+://", "postgresql://", url)

@@ -1,0 +1,94 @@
+"""The states of runs, steps, waits and attempts, and which of them are terminal or parked."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class RunState(StrEnum):
+    """Where a run stands. Only the database moves it, by conditional statements of `sql/run.sql`."""
+
+    READY = "ready"  # waits for a worker
+    RUNNING = "running"  # one attempt holds the grant
+    SLEEPING = "sleeping"  # until wake_at
+    WAITING = "waiting"  # for a fact, or until wake_at
+    RETRYING = "retrying"  # after a failure, until wake_at
+    QUARANTINED = "quarantined"  # parked for a person, with a reason
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Say whether the state is final (I12)."""
+        return self in TERMINAL
+
+    @property
+    def is_parked(self) -> bool:
+        """Say whether the run holds no worker and waits for time, a fact or a person."""
+        return self in PARKED
+
+
+TERMINAL = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED})
+PARKED = frozenset({RunState.SLEEPING, RunState.WAITING, RunState.RETRYING, RunState.QUARANTINED})
+
+
+class Reason(StrEnum):
+    """Why a run is quarantined."""
+
+    CRASH_BUDGET = "crash_budget"
+    NONDETERMINISM = "nondeterminism"
+    BAD_INPUT = "bad_input"
+    JOURNAL_CORRUPT = "journal_corrupt"
+
+
+class AttemptOutcome(StrEnum):
+    """How a grant ended. A null outcome is an open grant."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    SUSPENDED = "suspended"
+    LOST = "lost"
+    CANCELLED = "cancelled"
+
+
+class StepState(StrEnum):
+    """Where a journal entry stands. `started` covers a body in flight, a sleep and a step between two tries."""
+
+    STARTED = "started"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class StepKind(StrEnum):
+    """What a journal entry records; part of a step's identity on replay."""
+
+    RUN = "run"
+    SLEEP = "sleep"
+    TRANSACTION = "transaction"
+    VALUE = "value"  # now, uuid, random
+
+
+class WaitState(StrEnum):
+    """Where a wait stands; it leaves `pending` exactly once (I9)."""
+
+    PENDING = "pending"
+    SATISFIED = "satisfied"
+    TIMED_OUT = "timed_out"
+    CANCELLED = "cancelled"
+
+
+class OutboxType(StrEnum):
+    """What an outbox row is: three kinds of our own. Any other text is a user's event."""
+
+    RUN = "run"  # a hint that a run is ready
+    RESULT = "result"  # a terminal run's result for the Celery backend
+    CALLBACK = "callback"  # one link, errback or next chain member
+
+
+class OutboxStatus(StrEnum):
+    """Where an outbox row stands."""
+
+    PENDING = "pending"
+    DISPATCHED = "dispatched"
+    DEAD = "dead"
