@@ -1,0 +1,281 @@
+"""Tables, scans and functions of the foundation: runs, journal, facts, outbox, leases.
+
+Revision ID: 0001
+Revises:
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+from umt_durable.migrate import ddl
+
+revision = "0001"
+down_revision = None
+
+CLOCK = """
+-- The one clock (I25). Schemas made by umt_durable.testing replace it by a movable one.
+CREATE FUNCTION {schema}.now() RETURNS timestamptz LANGUAGE sql VOLATILE PARALLEL SAFE
+    AS 'SELECT clock_timestamp()';
+
+CREATE FUNCTION {schema}.event_id(run bigint, gen bigint, type text, ordinal int) RETURNS uuid
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    AS $$ SELECT encode(substr(sha256(convert_to(
+              run || '/' || gen || '/' || type || '/' || ordinal, 'UTF8')), 1, 16), 'hex')::uuid $$;
+"""
+
+RUN = """
+CREATE TABLE {schema}.run (
+    no               bigint GENERATED ALWAYS AS IDENTITY CONSTRAINT run_pkey PRIMARY KEY,
+    id               text NOT NULL CONSTRAINT run_id_length CHECK (char_length(id) BETWEEN 1 AND 255),
+    nesting          int NOT NULL DEFAULT 0,
+    task             text NOT NULL,
+    version          int,
+    queue            text,
+    priority         smallint,
+    state            text NOT NULL DEFAULT 'ready' CONSTRAINT run_state_known CHECK (state IN ('ready', 'running',
+                         'sleeping', 'waiting', 'retrying', 'quarantined', 'succeeded', 'failed', 'cancelled')),
+    reason           text,
+    paused_at        timestamptz,
+    fence            bigint NOT NULL DEFAULT 0,
+    claim            uuid,
+    worker           uuid,
+    args             bytea,
+    codec            smallint NOT NULL DEFAULT 1,
+    digest           bytea,
+    envelope         bytea,
+    failures         int NOT NULL DEFAULT 0,
+    crashes          int NOT NULL DEFAULT 0,
+    wake_at          timestamptz,
+    deliver_by       timestamptz,
+    redelivers       int NOT NULL DEFAULT 0,
+    expires_at       timestamptz,
+    deadline         timestamptz,
+    attempt_deadline timestamptz,
+    cancel_at        timestamptz,
+    parent_no        bigint,
+    parent_key       text,
+    ref              text,
+    attributes       jsonb,
+    result           bytea,
+    error            bytea,
+    created_at       timestamptz NOT NULL DEFAULT {schema}.now(),
+    finished_at      timestamptz,
+    CONSTRAINT run_id_nesting UNIQUE (id, nesting),
+    CONSTRAINT run_finished_when_terminal CHECK (
+        (finished_at IS NOT NULL) = (state IN ('succeeded', 'failed', 'cancelled'))),
+    CONSTRAINT run_owned_while_running CHECK ((state = 'running') = (claim IS NOT NULL))
+) WITH (fillfactor = 70);
+CREATE INDEX run_ready ON {schema}.run (deliver_by, queue) WHERE state = 'ready';
+CREATE INDEX run_due ON {schema}.run (wake_at) WHERE state IN ('sleeping', 'waiting', 'retrying');
+CREATE INDEX run_running ON {schema}.run (worker) WHERE state = 'running';
+CREATE INDEX run_expiring ON {schema}.run (expires_at) WHERE expires_at IS NOT NULL;
+CREATE INDEX run_finished ON {schema}.run (finished_at) WHERE finished_at IS NOT NULL;
+CREATE INDEX run_ref ON {schema}.run (ref) WHERE ref IS NOT NULL;
+
+CREATE TABLE {schema}.attempt (
+    run        bigint NOT NULL,
+    fence      bigint NOT NULL,
+    claim      uuid NOT NULL,
+    worker     uuid NOT NULL,
+    claimed_at timestamptz NOT NULL,
+    ended_at   timestamptz,
+    outcome    text CONSTRAINT attempt_outcome_known CHECK (
+                   outcome IN ('completed', 'failed', 'suspended', 'lost', 'cancelled')),
+    error      text,
+    CONSTRAINT attempt_pkey PRIMARY KEY (run, fence),
+    CONSTRAINT attempt_ended_with_outcome CHECK ((ended_at IS NULL) = (outcome IS NULL))
+);
+
+CREATE TABLE {schema}.worker (
+    id            uuid CONSTRAINT worker_pkey PRIMARY KEY,
+    node          uuid NOT NULL,
+    pid           int NOT NULL,
+    host          text NOT NULL,
+    lease_until   timestamptz NOT NULL,
+    started_at    timestamptz NOT NULL DEFAULT {schema}.now(),
+    versions      text[] NOT NULL DEFAULT '{}',
+    reserved      jsonb NOT NULL DEFAULT '{}',
+    counters      jsonb NOT NULL DEFAULT '{}',
+    last_claim_at timestamptz
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.01);
+"""
+
+JOURNAL = """
+CREATE TABLE {schema}.step (
+    run         bigint NOT NULL,
+    key         text NOT NULL,
+    seq         int NOT NULL,
+    kind        text NOT NULL,
+    state       text NOT NULL CONSTRAINT step_state_known CHECK (state IN ('started', 'done', 'failed')),
+    fingerprint bytea,
+    failures    int NOT NULL DEFAULT 0,
+    fence       bigint NOT NULL,
+    result      bytea,
+    digest      bytea,
+    error       bytea,
+    wake_at     timestamptz,
+    started_at  timestamptz,
+    finished_at timestamptz,
+    CONSTRAINT step_pkey PRIMARY KEY (run, key)
+);
+
+CREATE TABLE {schema}.wait (
+    run        bigint NOT NULL,
+    key        text NOT NULL,
+    seq        int NOT NULL,
+    name       text NOT NULL,
+    address    text NOT NULL,
+    mode       text NOT NULL,
+    deadline   timestamptz,
+    state      text NOT NULL DEFAULT 'pending'
+                   CONSTRAINT wait_state_known CHECK (state IN ('pending', 'satisfied', 'timed_out', 'cancelled')),
+    fact       uuid,
+    payload    bytea,
+    created_at timestamptz NOT NULL DEFAULT {schema}.now(),
+    settled_at timestamptz,
+    CONSTRAINT wait_pkey PRIMARY KEY (run, key),
+    CONSTRAINT wait_settled_once CHECK ((state = 'pending') = (settled_at IS NULL))
+);
+CREATE INDEX wait_pending ON {schema}.wait (address) WHERE state = 'pending';
+
+CREATE TABLE {schema}.fact (
+    id        uuid CONSTRAINT fact_pkey PRIMARY KEY,
+    address   text NOT NULL,
+    name      text NOT NULL,
+    payload   bytea,
+    actor     text,
+    dedupe    text,
+    at        timestamptz NOT NULL DEFAULT {schema}.now(),
+    routed_at timestamptz,
+    CONSTRAINT fact_dedupe UNIQUE (address, dedupe)
+);
+CREATE INDEX fact_address ON {schema}.fact (address, at);
+CREATE INDEX fact_unrouted ON {schema}.fact (at) WHERE routed_at IS NULL;
+"""
+
+OUTBOX = """
+CREATE TABLE {schema}.outbox_event (
+    id              uuid CONSTRAINT outbox_event_pkey PRIMARY KEY,
+    type            text NOT NULL,
+    run             bigint,
+    ordinal         int NOT NULL DEFAULT 0,
+    payload         bytea,
+    status          text NOT NULL DEFAULT 'pending'
+                        CONSTRAINT outbox_event_status_known CHECK (status IN ('pending', 'dispatched', 'dead')),
+    priority        smallint NOT NULL DEFAULT 0,
+    next_attempt_at timestamptz NOT NULL,
+    claim           uuid,
+    attempts        int NOT NULL DEFAULT 0,
+    reason          text,
+    idempotency_key text,
+    published_at    timestamptz
+) WITH (autovacuum_vacuum_scale_factor = 0.01);
+CREATE INDEX outbox_event_due ON {schema}.outbox_event (priority DESC, next_attempt_at, id) WHERE status = 'pending';
+
+CREATE TABLE {schema}.idempotency_key (
+    task       text NOT NULL,
+    key        text NOT NULL,
+    input_hash bytea,
+    run        text NOT NULL,
+    expires_at timestamptz,
+    created_at timestamptz NOT NULL DEFAULT {schema}.now(),
+    CONSTRAINT idempotency_key_pkey PRIMARY KEY (task, key)
+);
+
+CREATE TABLE {schema}.broker_marker (
+    broker      text CONSTRAINT broker_marker_pkey PRIMARY KEY,
+    incarnation text NOT NULL,
+    seen_at     timestamptz NOT NULL DEFAULT {schema}.now()
+);
+
+CREATE TABLE {schema}.setting (
+    name  text CONSTRAINT setting_pkey PRIMARY KEY,
+    value jsonb NOT NULL
+);
+INSERT INTO {schema}.setting (name, value) VALUES ('min_writer', '1');
+"""
+
+# What callers run inside their own transactions: INSERT only, so that a transaction left open blocks no run (I23).
+FUNCTIONS = """
+CREATE FUNCTION {schema}.enqueue_run(
+    p_id text, p_nesting int, p_task text, p_version int, p_queue text, p_priority int, p_args bytea, p_codec int,
+    p_digest bytea, p_envelope bytea, p_wake_at timestamptz, p_delay interval, p_expires_at timestamptz,
+    p_expires_in interval, p_ref text,
+    p_attributes jsonb, p_deliver interval, p_key text, p_key_hash bytea, p_key_ttl interval,
+    OUT run text, OUT no bigint, OUT outcome text)
+    LANGUAGE plpgsql AS $$
+DECLARE
+    due  timestamptz := coalesce(p_wake_at, {schema}.now() + p_delay);
+    hash bytea;
+BEGIN
+    run := p_id;
+    IF p_key IS NOT NULL THEN
+        INSERT INTO {schema}.idempotency_key AS k (task, key, input_hash, run, expires_at)
+            VALUES (p_task, p_key, p_key_hash, p_id, {schema}.now() + p_key_ttl)
+        ON CONFLICT ON CONSTRAINT idempotency_key_pkey DO NOTHING;
+        IF NOT FOUND THEN
+            -- A key past its time is taken over; only then is a row locked.
+            UPDATE {schema}.idempotency_key AS k
+               SET input_hash = p_key_hash, run = p_id, expires_at = {schema}.now() + p_key_ttl
+             WHERE k.task = p_task AND k.key = p_key AND k.expires_at <= {schema}.now();
+        END IF;
+        IF NOT FOUND THEN
+            SELECT k.run, k.input_hash INTO run, hash
+              FROM {schema}.idempotency_key k WHERE k.task = p_task AND k.key = p_key;
+            outcome := CASE WHEN hash <> p_key_hash THEN 'conflict' ELSE 'existing' END;
+            RETURN;
+        END IF;
+    END IF;
+    INSERT INTO {schema}.run AS r (id, nesting, task, version, queue, priority, state, args, codec, digest, envelope,
+            wake_at, deliver_by, expires_at, ref, attributes)
+        VALUES (p_id, p_nesting, p_task, p_version, p_queue, p_priority,
+            CASE WHEN due > {schema}.now() THEN 'sleeping' ELSE 'ready' END, p_args, p_codec, p_digest, p_envelope,
+            CASE WHEN due > {schema}.now() THEN due END, {schema}.now() + p_deliver,
+            coalesce(p_expires_at, {schema}.now() + p_expires_in), p_ref, p_attributes)
+        ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING
+        RETURNING r.no, r.state INTO no, outcome;
+    IF NOT FOUND THEN
+        outcome := 'existing';
+    ELSE
+        IF outcome = 'ready' THEN
+            INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+                VALUES ({schema}.event_id(no, 0, 'run', 0), 'run', no, coalesce(p_priority, 0), {schema}.now());
+        END IF;
+        outcome := 'created';
+    END IF;
+END $$;
+
+-- Null when there is no such run; 0 rows are raised as an error by the caller, which keeps his transaction usable.
+CREATE FUNCTION {schema}.signal_run(p_run text, p_name text, p_payload bytea, p_actor text, p_dedupe text, p_fact uuid)
+    RETURNS uuid LANGUAGE sql AS $$
+    WITH known AS MATERIALIZED (SELECT DISTINCT id FROM {schema}.run WHERE id = p_run),
+    new AS (
+        INSERT INTO {schema}.fact (id, address, name, payload, actor, dedupe)
+        SELECT p_fact, jsonb_build_array('run', p_run, p_name)::text, p_name, p_payload, p_actor, p_dedupe FROM known
+        ON CONFLICT DO NOTHING RETURNING id)
+    SELECT coalesce((SELECT id FROM new), p_fact) FROM known
+$$;
+
+CREATE FUNCTION {schema}.emit_fact(p_name text, p_key text, p_payload bytea, p_actor text, p_dedupe text, p_fact uuid)
+    RETURNS uuid LANGUAGE sql AS $$
+    INSERT INTO {schema}.fact (id, address, name, payload, actor, dedupe)
+    VALUES (p_fact, jsonb_build_array('key', p_name, p_key)::text, p_name, p_payload, p_actor, p_dedupe)
+    ON CONFLICT DO NOTHING;
+    SELECT p_fact
+$$;
+"""
+
+VIEWS = """
+-- What a user's own pages may join: no payloads, no tokens.
+CREATE VIEW {schema}.run_view AS
+    SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at,
+           cancel_at, ref, attributes, created_at, finished_at
+      FROM {schema}.run;
+"""
+
+
+def upgrade(schema: str) -> None:
+    """Create everything of the first revision."""
+    for part in (CLOCK, RUN, JOURNAL, OUTBOX, FUNCTIONS, VIEWS):
+        op.execute(ddl(part, schema))

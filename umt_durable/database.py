@@ -1,0 +1,252 @@
+"""Connections to Postgres: ours, in autocommit, with time limits, repeated after a lost reply."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psycopg
+from psycopg import errors as pg
+from psycopg.sql import SQL, Identifier
+
+from umt_durable import telemetry
+from umt_durable.errors import ConfigurationError, DatabaseBusyError, DatabaseUnavailableError
+from umt_durable.redaction import redact_text
+from umt_durable.settings import Settings, libpq_url
+
+if TYPE_CHECKING:
+    from psycopg.abc import RV, PQGen
+    from psycopg_pool import ConnectionPool
+
+T = TypeVar("T")
+
+STATEMENT_TIMEOUT_MS, LOCK_TIMEOUT_MS, IDLE_IN_TRANSACTION_MS = 10_000, 3_000, 15_000
+CONNECT_TIMEOUT_SECONDS = 5
+RETRY_SECONDS = 30.0
+
+# A reply was lost, or the server asks for another try. Everything we run may be repeated blindly (I24).
+TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError)
+
+
+class Connection(psycopg.Connection[tuple[Any, ...]]):
+    """A connection of ours: in autocommit, READ COMMITTED stated in every BEGIN, and bound to one schema.
+
+    Units: `patience_seconds` bounds the wait for one answer; the connection is of no further use then. Without it a
+    network that swallows packets holds the caller for as long as TCP tries, which may be a quarter of an hour.
+    """
+
+    schema: str = "umt_durable"
+    patience_seconds: float | None = None
+
+    def wait(self, gen: PQGen[RV], interval: float = 0.1, timeout: float | None = None) -> RV:
+        """Consume a generator that talks to the server; psycopg calls this for every statement."""
+        if self.patience_seconds is not None and timeout is None:
+            gen = _impatient(gen, self.patience_seconds)
+        return super().wait(gen, interval, timeout)
+
+
+def _impatient(gen: PQGen[RV], seconds: float) -> PQGen[RV]:
+    """Pass a generator on, but give up when its time is over and nothing has come."""
+    deadline = time.monotonic() + seconds
+    try:
+        wanted = next(gen)
+        while True:
+            ready = yield wanted
+            if not ready and time.monotonic() > deadline:  # psycopg reports "nothing yet" at each interval
+                raise psycopg.OperationalError(f"no answer within {seconds:g} s")
+            wanted = gen.send(ready)
+    except StopIteration as end:
+        answer: RV = end.value
+        return answer
+
+
+def after_fork(method: Callable[[], None]) -> None:
+    """Have a bound method called in each forked child, as long as its object lives.
+
+    A lock that another thread holds at the moment of the fork stays locked in the child for ever: it must be replaced.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    os.register_at_fork(after_in_child=call)
+
+
+class Database:
+    """The connections of one process to one schema.
+
+    Keeps: no connection crosses a fork; a child that inherits this object opens its own.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._pool: ConnectionPool[Connection] | None = None
+        self._inherited: list[object] = []  # never closed: their sockets belong to the parent
+        after_fork(self._leave_to_parent)
+
+    @property
+    def schema(self) -> str:
+        """Return the schema all statements are rendered for."""
+        return self._settings.schema
+
+    @property
+    def url(self) -> str:
+        """Return the libpq URL. It may hold a password: never log it."""
+        if self._settings.database_url is None:
+            raise ConfigurationError("no database is configured: set DURABLE_DATABASE_URL or durable_database_url")
+        return libpq_url(self._settings.database_url)
+
+    def connect(self, *, application: str = "umt_durable", patience_seconds: float | None = None) -> Connection:
+        """Open a connection outside the pool, for a thread that keeps it.
+
+        Errors: DatabaseUnavailableError, without the URL's password, after one try.
+        """
+        try:
+            conn = self._prepared(Connection.connect(self.url, **self._options(application)))
+        except psycopg.OperationalError as error:
+            raise DatabaseUnavailableError(f"Postgres cannot be reached: {redact_text(str(error))}") from None
+        conn.patience_seconds = patience_seconds
+        return conn
+
+    def listen(self) -> Connection:
+        """Open a connection that hears what `notify` says; only for waiting on its socket.
+
+        Errors: DatabaseUnavailableError, after one try.
+        """
+        conn = self.connect(application="umt_durable listen", patience_seconds=CONNECT_TIMEOUT_SECONDS)
+        try:
+            conn.execute(SQL("LISTEN {}").format(Identifier(self._settings.channel)))
+        except TRANSIENT as error:
+            conn.close()
+            raise DatabaseUnavailableError(f"Postgres cannot be reached: {redact_text(str(error))}") from None
+        return conn
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """Borrow a pooled connection in autocommit: each statement commits by itself."""
+        with self._opened().connection() as conn:
+            yield conn
+
+    def do(self, work: Callable[[Connection], T], *, seconds: float = RETRY_SECONDS) -> T:
+        """Run work on a connection in autocommit, again after a lost reply.
+
+        Units: `seconds` bounds how long an unreachable server is tried.
+        Errors: DatabaseUnavailableError when the time is over; the outcome of the last try is then unknown.
+        DatabaseBusyError instead when the last try was stopped by a lock or by its time limit: it had no effect.
+        """
+        deadline, pause = time.monotonic() + seconds, 0.02
+        while True:
+            try:
+                with self.connection() as conn:
+                    return work(conn)
+            except TRANSIENT as error:
+                _note(error)
+                if time.monotonic() + pause > deadline:
+                    raise _given_up(error) from error
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, 1.0)
+
+    def atomically(self, work: Callable[[Connection], T], *, seconds: float = RETRY_SECONDS) -> T:
+        """Run work in one short READ COMMITTED transaction, again after a lost reply, lost COMMIT replies included."""
+
+        def transaction(conn: Connection) -> T:
+            with conn.transaction():
+                return work(conn)
+
+        return self.do(transaction, seconds=seconds)
+
+    def notify(self) -> None:
+        """Wake relays and maintenance that listen. An accelerator only: a failure is left to the poll."""
+        if self._settings.notify == "off" or self._settings.pooler:
+            return
+        try:
+            with self.connection() as conn:
+                conn.execute("SELECT pg_notify(%s, '')", (self._settings.channel,))
+        except TRANSIENT as error:
+            _note(error)
+
+    def close(self) -> None:
+        """Close the pool of this process. The object opens a new one when it is used again."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                pool.close()
+
+    def _leave_to_parent(self) -> None:
+        self._inherited.append(self._pool)
+        self._pool, self._lock = None, threading.Lock()
+
+    def _opened(self) -> ConnectionPool[Connection]:
+        pool = self._pool
+        if pool is not None:
+            return pool
+        from psycopg_pool import ConnectionPool  # imported late: clients that only read settings need none
+
+        with self._lock:
+            if self._pool is None:
+                self._pool = ConnectionPool(
+                    self.url,
+                    connection_class=Connection,
+                    kwargs=self._options("umt_durable"),
+                    configure=self._configure,
+                    min_size=0,
+                    max_size=self._settings.pool_size,
+                    max_idle=300,
+                    timeout=CONNECT_TIMEOUT_SECONDS,
+                    reconnect_timeout=CONNECT_TIMEOUT_SECONDS,
+                    num_workers=1,
+                    open=True,
+                )
+            return self._pool
+
+    def _options(self, application: str) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "autocommit": True,
+            "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+            "application_name": application,
+            "keepalives_idle": 10,
+            "keepalives_interval": 5,
+            "keepalives_count": 3,
+        }
+        if self._settings.pooler:
+            # PgBouncer refuses start-up options; the roles carry these limits there.
+            options["prepare_threshold"] = None
+        else:
+            options["prepare_threshold"] = 1
+            options["options"] = (
+                f"-c statement_timeout={STATEMENT_TIMEOUT_MS} -c lock_timeout={LOCK_TIMEOUT_MS}"
+                f" -c idle_in_transaction_session_timeout={IDLE_IN_TRANSACTION_MS}"
+            )
+        return options
+
+    def _prepared(self, conn: Connection) -> Connection:
+        self._configure(conn)
+        return conn
+
+    def _configure(self, conn: Connection) -> None:
+        conn.schema = self._settings.schema
+        conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+
+
+def _given_up(error: Exception) -> DatabaseUnavailableError:
+    if isinstance(error, pg.LockNotAvailable | pg.QueryCanceled):
+        return DatabaseBusyError(f"Postgres stopped the statement: {redact_text(str(error))}")
+    return DatabaseUnavailableError(f"Postgres did not answer: {redact_text(str(error))}")
+
+
+def _note(error: Exception) -> None:
+    """Count what was seen. Deadlocks among our own transactions are defects (I23) and have their own counter."""
+    if isinstance(error, pg.DeadlockDetected | pg.SerializationFailure):
+        telemetry.count(telemetry.Counter.SYSTEM_RETRY)
+    else:
+        telemetry.count(telemetry.Counter.LOST_REPLY)

@@ -1,0 +1,198 @@
+"""Users' own connections: SQLAlchemy sessions and connections, and psycopg's. The one module that knows SQLAlchemy.
+
+SQLAlchemy is imported only when a caller hands over something of SQLAlchemy's.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from umt_durable.errors import AutocommitError, DefinitionError
+from umt_durable.settings import libpq_url
+
+Binding: TypeAlias = Any
+"""Where `step.transaction` writes.
+
+A SQLAlchemy Engine or sessionmaker, a database URL, or a callable that opens a psycopg Connection.
+"""
+
+_NAMED = re.compile(r"%\((\w+)\)s")
+
+
+class Caller(Protocol):
+    """A caller's open transaction, as far as one statement of ours needs it."""
+
+    def one(self, query: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Run a statement with `%(name)s` parameters and return its row."""
+
+    def after_commit(self, hook: Callable[[], None]) -> None:
+        """Call a hook once the caller has committed, if the library tells us when that is."""
+
+
+def caller(conn: object) -> Caller:
+    """Return the open transaction that a caller gives as `conn`.
+
+    Shape: a SQLAlchemy Session or Connection, or a psycopg Connection.
+    Errors: AutocommitError when there is no transaction that our rows could join; DefinitionError for anything else.
+    """
+    if isinstance(conn, psycopg.Connection):
+        return _PsycopgCaller(conn)
+    kind = _sqlalchemy_kind(conn)
+    if kind is not None:
+        return _SqlalchemyCaller(conn, kind)
+    given = f"{type(conn).__module__}.{type(conn).__name__}"
+    raise DefinitionError(f"conn must be a SQLAlchemy Session or Connection or a psycopg Connection, not {given}")
+
+
+class _PsycopgCaller:
+    def __init__(self, conn: psycopg.Connection[Any]) -> None:
+        if conn.autocommit and conn.info.transaction_status is TransactionStatus.IDLE:
+            raise AutocommitError(
+                "the psycopg connection is in autocommit, with no transaction open: put `with conn.transaction():` around"
+            )
+        self._conn = conn
+
+    def one(self, query: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        with self._conn.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+            return cursor.execute(query.encode(), params).fetchone()
+
+    def after_commit(self, hook: Callable[[], None]) -> None:
+        """psycopg has no such hook: the relay's poll finds the row."""
+
+
+class _SqlalchemyCaller:
+    def __init__(self, conn: Any, kind: str) -> None:
+        connection = conn.connection() if kind == "session" else conn
+        level = connection.get_execution_options().get("isolation_level") or connection.default_isolation_level
+        if str(level).upper() == "AUTOCOMMIT":
+            raise AutocommitError(f"the SQLAlchemy {kind} is in AUTOCOMMIT: there is no transaction to join")
+        self._connection, self._given, self._kind = connection, conn, kind
+
+    def one(self, query: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        from sqlalchemy import text
+
+        # A cast written as `::` follows some parameters; SQLAlchemy reads `:name` and leaves `::` alone.
+        statement = text(_NAMED.sub(r"(:\1)", query).replace("%%", "%"))
+        row = self._connection.execute(statement, dict(params)).fetchone()
+        return None if row is None else tuple(row)
+
+    def after_commit(self, hook: Callable[[], None]) -> None:
+        from sqlalchemy import event
+
+        def committed(*_: object) -> None:
+            hook()
+
+        if self._kind == "session":
+            event.listen(self._given, "after_commit", committed, once=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A user's connection, as the store's statements take it."""
+
+    schema: str
+    run: Callable[[bytes, Any], Any]
+
+    def execute(self, query: bytes, params: Any = None, *, prepare: bool | None = None, binary: bool = False) -> Any:
+        """Run a statement inside the user's transaction. `prepare` and `binary` are for connections of ours."""
+        return self.run(query, params)
+
+
+@dataclass(frozen=True, slots=True)
+class UserTransaction:
+    """An open transaction of a binding: what the user's function gets, and the same for the store."""
+
+    handle: Any
+    bound: Bound
+    flush: Callable[[], None]
+
+
+@contextmanager
+def transaction(binding: Binding, schema: str) -> Iterator[UserTransaction]:
+    """Open a transaction on a binding; commit it at the end, roll it back on any exception.
+
+    Errors: DefinitionError for something that is no binding, or a SQLAlchemy driver other than psycopg.
+    """
+    if isinstance(binding, str):
+        with psycopg.connect(libpq_url(binding)) as conn:
+            yield _of_psycopg(conn, schema)
+    elif _is_sqlalchemy_source(binding):
+        with _open_session(binding) as session, session.begin():
+            yield _of_session(session, schema)
+    elif callable(binding):
+        with binding() as conn:
+            if not isinstance(conn, psycopg.Connection):
+                raise DefinitionError(f"the binding opened a {type(conn).__name__}, not a psycopg Connection")
+            with conn.transaction():
+                yield _of_psycopg(conn, schema)
+    else:
+        raise DefinitionError(
+            f"{type(binding).__name__} is no binding: give an Engine, a sessionmaker, a URL or a callable"
+        )
+
+
+def is_lost(error: BaseException) -> bool:
+    """Say whether an exception means that the user's connection broke, so that the fate of its commit is unknown."""
+    if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
+        return True
+    if "sqlalchemy" in sys.modules:
+        from sqlalchemy import exc
+
+        return isinstance(error, exc.DBAPIError) and (
+            error.connection_invalidated or is_lost(error.orig or error.__cause__ or Exception())
+        )
+    return False
+
+
+def _of_psycopg(conn: psycopg.Connection[Any], schema: str) -> UserTransaction:
+    def run(query: bytes, params: Any) -> Any:
+        return conn.cursor(row_factory=psycopg.rows.tuple_row).execute(query, params)
+
+    return UserTransaction(conn, Bound(schema, run), lambda: None)
+
+
+def _of_session(session: Any, schema: str) -> UserTransaction:
+    driver = session.get_bind().dialect.driver
+    if driver != "psycopg":
+        raise DefinitionError(
+            f"step.transaction needs SQLAlchemy's psycopg driver (postgresql+psycopg://), not {driver}"
+        )
+
+    def run(query: bytes, params: Any) -> Any:
+        return session.connection().exec_driver_sql(query.decode(), params)
+
+    return UserTransaction(session, Bound(schema, run), session.flush)
+
+
+def _open_session(source: Any) -> Any:
+    from sqlalchemy.orm import Session, sessionmaker
+
+    return source() if isinstance(source, sessionmaker) else Session(source)
+
+
+def _is_sqlalchemy_source(value: object) -> bool:
+    if "sqlalchemy" not in sys.modules:
+        return False
+    from sqlalchemy import Engine
+    from sqlalchemy.orm import sessionmaker
+
+    return isinstance(value, Engine | sessionmaker)
+
+
+def _sqlalchemy_kind(value: object) -> str | None:
+    if "sqlalchemy" not in sys.modules:
+        return None
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Session, scoped_session
+
+    if isinstance(value, Session | scoped_session):
+        return "session"
+    return "connection" if isinstance(value, Connection) else None

@@ -1,0 +1,73 @@
+-- What people look at: the server, and what stands still in the schema. Reads only, over several tables.
+
+-- name: read_arguments :maybe
+-- Read the stored arguments of a run.
+-- Locks: none. Index: run_pkey.
+SELECT args, codec FROM {schema}.run WHERE no = %(run)s
+
+-- name: blocked_runs :many
+-- Count, by task and version, the ready runs that no live worker can take.
+-- Locks: none. Index: run_ready.
+WITH live AS MATERIALIZED (
+    SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now())
+SELECT task, version, count(*), min(id)
+  FROM {schema}.run
+ WHERE state = 'ready' AND paused_at IS NULL
+   AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) NOT IN (SELECT version FROM live)
+ GROUP BY task, version ORDER BY count(*) DESC, task, version
+
+-- name: quarantined_runs :many
+-- Count the runs that wait for a person, by task and reason.
+-- Locks: none. Index: none (a scan; for people).
+SELECT task, reason, count(*), min(id) FROM {schema}.run WHERE state = 'quarantined' GROUP BY task, reason ORDER BY count(*) DESC, task
+
+-- name: dead_events :many
+-- Count the outbox rows that were given up, by type and reason.
+-- Locks: none. Index: none (a scan; for people).
+SELECT type, coalesce(reason, ''), count(*) FROM {schema}.outbox_event WHERE status = 'dead' GROUP BY type, reason ORDER BY count(*) DESC
+
+-- name: longest_parked :one
+-- Say how many seconds pass from the enqueuing of a run to the end of the longest sleep or wait there is now.
+-- Locks: none. Index: run_due, wait_pending.
+SELECT greatest(
+    (SELECT extract(epoch FROM max(wake_at - created_at)) FROM {schema}.run WHERE state IN ('sleeping', 'waiting', 'retrying')),
+    (SELECT extract(epoch FROM max(w.deadline - r.created_at))
+       FROM {schema}.wait AS w JOIN {schema}.run AS r ON r.no = w.run WHERE w.state = 'pending'))::float8
+
+-- name: read_server_settings :one
+-- Read what decides whether commits are kept, who is connected, and what this connection was given.
+-- Locks: none. Index: none.
+SELECT current_setting('server_version_num')::int, current_setting('server_encoding'), pg_is_in_recovery(),
+       current_setting('fsync'), current_setting('synchronous_commit'), current_setting('full_page_writes'),
+       pg_backend_pid(), extract(epoch FROM clock_timestamp())::float8,
+       (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'), current_setting('max_connections')::int
+
+-- name: read_clock_offset :one
+-- Say by how many seconds the schema's clock is moved from the server's.
+-- Locks: none. Index: none.
+SELECT extract(epoch FROM {schema}.now() - clock_timestamp())::float8
+
+-- name: read_timeouts :one
+-- Read the time limits of this connection, in milliseconds; zero means none.
+-- Locks: none. Index: none.
+SELECT extract(epoch FROM current_setting('statement_timeout')::interval)::float8 * 1000,
+       extract(epoch FROM current_setting('lock_timeout')::interval)::float8 * 1000,
+       extract(epoch FROM current_setting('idle_in_transaction_session_timeout')::interval)::float8 * 1000
+
+-- name: missing_rights :many
+-- List the tables of the schema that this user may not read and write.
+-- Locks: none. Index: none.
+SELECT c.relname::text
+  FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+ WHERE n.nspname = %(name)s AND c.relkind = 'r' AND c.relname <> 'umt_version'
+   AND NOT (has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'INSERT')
+            AND has_table_privilege(c.oid, 'UPDATE') AND has_table_privilege(c.oid, 'DELETE'))
+ ORDER BY 1
+
+-- name: oldest_transaction :maybe
+-- Find the transaction of this database that has been open longest. It keeps dead rows from being removed.
+-- Locks: none. Index: none.
+SELECT pid, coalesce(application_name, ''), coalesce(state, ''), extract(epoch FROM clock_timestamp() - xact_start)::float8
+  FROM pg_stat_activity
+ WHERE datname = current_database() AND backend_type = 'client backend' AND xact_start IS NOT NULL AND pid <> pg_backend_pid()
+ ORDER BY xact_start LIMIT 1

@@ -1,0 +1,40 @@
+-- The fact: a statement that became true. Inserted by whoever says it, never updated but for `routed_at`.
+
+-- name: signal_run :maybe
+-- Say a fact to one run; null when there is no such run. Repeating it with the same id or dedupe changes nothing.
+-- Locks: none. Index: run_id_nesting, fact_pkey, fact_dedupe.
+SELECT {schema}.signal_run(%(run)s::text, %(name)s::text, %(payload)s::bytea, %(actor)s::text, %(dedupe)s::text, %(fact)s::uuid)
+
+-- name: emit_fact :one
+-- Say a fact under a name and key, for whoever waits for it.
+-- Locks: none. Index: fact_pkey, fact_dedupe.
+SELECT {schema}.emit_fact(%(name)s::text, %(key)s::text, %(payload)s::bytea, %(actor)s::text, %(dedupe)s::text, %(fact)s::uuid)
+
+-- name: look_for_fact :maybe
+-- Find the fact that satisfies a wait in the given mode, among those at its address.
+-- Locks: the address (held). Index: fact_address.
+SELECT f.id
+  FROM {schema}.fact AS f
+ WHERE f.address = %(address)s
+   AND (%(of_run)s OR f.at >= (SELECT created_at FROM {schema}.run WHERE no = %(run)s))
+ ORDER BY CASE WHEN %(mode)s = 'latest' THEN f.at END DESC, f.at, f.id LIMIT 1
+
+-- name: unrouted_facts :many
+-- List the oldest facts that no router has finished with. Ids are no cursor: late commits are found by state (RG-18).
+-- Locks: none. Index: fact_unrouted.
+SELECT id, address, name FROM {schema}.fact WHERE routed_at IS NULL ORDER BY at LIMIT %(limit)s
+
+-- name: unrouted_fact :maybe
+-- Re-check under the address lock that a fact is still to be routed.
+-- Locks: the address (held). Index: fact_pkey.
+SELECT id, address, name, payload, actor FROM {schema}.fact WHERE id = %(fact)s AND routed_at IS NULL
+
+-- name: mark_routed :count
+-- Record that every wait a fact can satisfy has been dealt with.
+-- Locks: the address (held), fact. Index: fact_pkey.
+UPDATE {schema}.fact SET routed_at = {schema}.now() WHERE id = %(fact)s AND routed_at IS NULL
+
+-- name: facts_of_run :many
+-- Read the facts said to one run.
+-- Locks: none. Index: fact_address.
+SELECT id, name, actor, at, routed_at FROM {schema}.fact WHERE address LIKE %(pattern)s ORDER BY at

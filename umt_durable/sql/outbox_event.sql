@@ -1,0 +1,72 @@
+-- The outbox: what has to leave. Rows of ours are deleted when they have left, users' events are kept as dispatched.
+
+-- name: claim_events :many
+-- Take up to `limit` due rows for one relay for as long as `hold`. Committed before anything is published: a crash then
+-- publishes twice, never zero times (I1).
+-- Locks: outbox_event (SKIP LOCKED). Index: outbox_event_due.
+WITH live AS MATERIALIZED (
+    SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now()),
+c AS MATERIALIZED (
+    SELECT id FROM {schema}.outbox_event
+     WHERE status = 'pending' AND next_attempt_at <= (SELECT {schema}.now())
+     ORDER BY priority DESC, next_attempt_at, id LIMIT %(limit)s
+       FOR UPDATE SKIP LOCKED),
+u AS (
+    UPDATE {schema}.outbox_event AS o
+       SET claim = %(relay)s, next_attempt_at = {schema}.now() + %(hold)s::interval, attempts = attempts + 1
+      FROM c WHERE o.id = c.id
+    RETURNING o.id, o.type, o.run, o.ordinal, o.payload, o.priority, o.attempts)
+SELECT u.id, u.type, u.run, u.ordinal, u.payload, u.attempts, r.id, r.nesting, r.task, r.queue, r.priority, r.fence,
+       r.state, r.paused_at IS NOT NULL, r.envelope,
+       (CASE WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live)
+  FROM u LEFT JOIN {schema}.run AS r ON r.no = u.run
+ ORDER BY u.priority DESC, u.id
+
+-- name: delete_events :count
+-- Forget rows that have left, if no one has taken them since.
+-- Locks: outbox_event (ascending: fresh hints after a loss lock the same rows). Index: outbox_event_pkey.
+WITH c AS MATERIALIZED (
+    SELECT id FROM {schema}.outbox_event WHERE id = ANY(%(ids)s) AND claim = %(relay)s ORDER BY id FOR UPDATE)
+DELETE FROM {schema}.outbox_event AS o USING c WHERE o.id = c.id
+
+-- name: delete_claimed :count
+-- Forget the rows that finished attempts published themselves.
+-- Locks: outbox_event (ascending). Index: outbox_event_pkey (ids are derived from the finish).
+WITH c AS MATERIALIZED (
+    SELECT id FROM {schema}.outbox_event WHERE id = ANY(%(ids)s) AND claim = ANY(%(claims)s) ORDER BY id FOR UPDATE)
+DELETE FROM {schema}.outbox_event AS o USING c WHERE o.id = c.id
+
+-- name: return_events :count
+-- Give rows back after an outage of the broker, without using up one of their attempts.
+-- Locks: outbox_event (ascending). Index: outbox_event_pkey.
+WITH c AS MATERIALIZED (
+    SELECT id FROM {schema}.outbox_event WHERE id = ANY(%(ids)s) AND claim = %(relay)s ORDER BY id FOR UPDATE)
+UPDATE {schema}.outbox_event AS o
+   SET claim = NULL, attempts = attempts - 1, next_attempt_at = {schema}.now() + %(delay)s::interval
+  FROM c WHERE o.id = c.id
+
+-- name: refuse_event :maybe
+-- Put a row that alone was refused back for later, or, after its last attempt, aside as dead with the reason.
+-- Locks: outbox_event. Index: outbox_event_pkey.
+UPDATE {schema}.outbox_event
+   SET claim = NULL, reason = %(reason)s, next_attempt_at = {schema}.now() + %(delay)s::interval,
+       status = CASE WHEN attempts >= %(max_attempts)s THEN 'dead' ELSE 'pending' END
+ WHERE id = %(id)s AND claim = %(relay)s
+RETURNING status
+
+-- name: report_again :maybe
+-- Put the result of a terminal run back into the outbox, also when its row is being deleted at this moment: the claim is
+-- reset, so that the deletion misses it. A dead row is revived.
+-- Locks: run (read), outbox_event. Index: run_pkey, outbox_event_pkey.
+INSERT INTO {schema}.outbox_event (id, type, run, next_attempt_at)
+SELECT {schema}.event_id(no, fence, 'result', 0), 'result', no, {schema}.now() FROM {schema}.run WHERE no = %(run)s AND finished_at IS NOT NULL
+ON CONFLICT ON CONSTRAINT outbox_event_pkey DO UPDATE
+   SET claim = NULL, status = 'pending', attempts = 0, next_attempt_at = excluded.next_attempt_at
+RETURNING run
+
+-- name: outbox_status :one
+-- Count pending and dead rows and say how long the oldest due row has waited, in seconds.
+-- Locks: none. Index: outbox_event_due.
+SELECT count(*) FILTER (WHERE status = 'pending'), count(*) FILTER (WHERE status = 'dead'),
+       coalesce(extract(epoch FROM {schema}.now() - min(next_attempt_at) FILTER (WHERE status = 'pending')), 0)::float8
+  FROM {schema}.outbox_event WHERE status <> 'dispatched'

@@ -1,0 +1,471 @@
+-- The run: one row per durable call. Parameters that recur: run (its no), fence and claim (the fencing token of an
+-- attempt), deliver (how long a hint may take before it counts as lost).
+
+-- name: enqueue_run :one
+-- Insert a ready (or, with a due time ahead, sleeping) run and its hint; or say which run owns the key or id already.
+-- Locks: none that another transaction waits for but one with the same key or id. Index: run_id_nesting, idempotency_key_pkey.
+SELECT run, no, outcome
+  FROM {schema}.enqueue_run(%(id)s::text, %(nesting)s::int, %(task)s::text, %(version)s::int, %(queue)s::text, %(priority)s::int, %(args)s::bytea,
+           %(codec)s::int, %(digest)s::bytea, %(envelope)s::bytea, %(wake_at)s::timestamptz, %(delay)s::interval, %(expires_at)s::timestamptz,
+           %(expires_in)s::interval, %(ref)s::text, %(attributes)s::text::jsonb, %(deliver)s::interval, %(key)s::text, %(key_hash)s::bytea, %(key_ttl)s::interval)
+
+-- name: intake_run :maybe
+-- Insert the run of a foreign message, once per (id, nesting). The message in hand is its first hint, so none is written.
+-- Locks: none. Index: run_id_nesting.
+INSERT INTO {schema}.run (id, nesting, task, queue, priority, state, args, codec, digest, envelope, wake_at, deliver_by, expires_at)
+VALUES (%(id)s, %(nesting)s, %(task)s, %(queue)s, %(priority)s,
+        CASE WHEN %(wake_at)s::timestamptz > {schema}.now() THEN 'sleeping' ELSE 'ready' END, %(args)s, %(codec)s, %(digest)s, %(envelope)s,
+        CASE WHEN %(wake_at)s::timestamptz > {schema}.now() THEN %(wake_at)s::timestamptz END,
+        {schema}.now() + %(deliver)s::interval, %(expires_at)s)
+ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING
+RETURNING no
+
+-- name: claim_run :maybe
+-- Give a ready run to a worker with a live lease and raise its fence. Repeated with the same claim it gives the same grant.
+-- Locks: run, then attempt. Index: run_id_nesting.
+WITH c AS (
+    UPDATE {schema}.run
+       SET state = 'running', fence = fence + (state = 'ready')::int, claim = %(claim)s, worker = %(worker)s,
+           version = coalesce(version, %(version)s), wake_at = NULL, expires_at = NULL, redelivers = 0,
+           attempt_deadline = {schema}.now() + %(limit)s::interval
+     WHERE id = %(id)s AND nesting = %(nesting)s AND task = %(task)s AND paused_at IS NULL
+       AND (version IS NULL OR version = ANY(%(versions)s))
+       AND ((state = 'ready' AND (wake_at IS NULL OR wake_at <= {schema}.now())
+             AND (expires_at IS NULL OR expires_at > {schema}.now()))
+            OR (state = 'running' AND claim = %(claim)s))
+       AND EXISTS (SELECT 1 FROM {schema}.worker WHERE id = %(worker)s AND lease_until > {schema}.now())  -- no fence: the sweeper finds a dead lease anyway
+    RETURNING no, fence, cancel_at IS NOT NULL AS cancel, failures, crashes, version, priority, args, codec, digest, envelope,
+              extract(epoch FROM {schema}.now() - created_at)::float8 AS age),
+a AS (
+    INSERT INTO {schema}.attempt (run, fence, claim, worker, claimed_at)
+    SELECT no, fence, %(claim)s, %(worker)s, {schema}.now() FROM c
+    ON CONFLICT ON CONSTRAINT attempt_pkey DO NOTHING)
+SELECT no, fence, cancel, failures, crashes, version, priority, args, codec, digest, envelope, age FROM c
+
+-- name: prove_grant :maybe
+-- Say whether a cancel is pending, if the grant still holds. The row lock makes the answer a proof (I7).
+-- Locks: run FOR SHARE. Index: run_pkey.
+SELECT cancel_at IS NOT NULL
+  FROM {schema}.run
+ WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+   FOR SHARE
+
+-- name: lock_grant :maybe
+-- The same with the run locked against router, timers and take-over until the caller's commit.
+-- Locks: run FOR UPDATE. Index: run_pkey.
+SELECT cancel_at IS NOT NULL
+  FROM {schema}.run
+ WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+   FOR UPDATE
+
+-- name: suspend_run :maybe
+-- End the grant with the run parked until the earliest of the steps and waits it is blocked on, and of the next poll
+-- (none: until a fact).
+-- Refuses, with no row, when the grant has ended or a cancel is pending.
+-- Locks: run, then attempt. Index: run_pkey, step_pkey, wait_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, fence FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running' AND cancel_at IS NULL
+       FOR UPDATE),
+due AS (
+    SELECT min(at) AS at
+      FROM (SELECT wake_at AS at FROM {schema}.step WHERE run = %(run)s AND key = ANY(%(steps)s) AND state = 'started'
+            UNION ALL
+            SELECT deadline FROM {schema}.wait WHERE run = %(run)s AND key = ANY(%(waits)s) AND state = 'pending') AS open),
+u AS (
+    UPDATE {schema}.run
+       SET state = %(state)s, wake_at = least(due.at, {schema}.now() + %(poll)s::interval), fence = run.fence + 1, claim = NULL,
+           worker = NULL, crashes = 0, attempt_deadline = NULL
+      FROM r, due WHERE run.no = r.no
+    RETURNING run.no, run.wake_at)
+UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'suspended'
+  FROM r, u WHERE attempt.run = r.no AND attempt.fence = r.fence
+RETURNING u.wake_at
+
+-- name: retry_run :maybe
+-- End the grant after a failure of the body, with the run due again after its back-off. The failure counts for the run.
+-- Locks: run, then attempt. Index: run_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, fence FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running' AND cancel_at IS NULL
+       FOR UPDATE),
+u AS (
+    UPDATE {schema}.run
+       SET state = 'retrying', wake_at = {schema}.now() + %(delay)s::interval, failures = failures + 1, error = %(error)s,
+           fence = run.fence + 1, claim = NULL, worker = NULL, crashes = 0, attempt_deadline = NULL
+      FROM r WHERE run.no = r.no
+    RETURNING run.no, run.wake_at)
+UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'failed', error = %(summary)s
+  FROM r, u WHERE attempt.run = r.no AND attempt.fence = r.fence
+RETURNING u.wake_at
+
+-- name: quarantine_run :maybe
+-- End the grant with the run parked for a person.
+-- Locks: run, then attempt. Index: run_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, fence FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running' AND cancel_at IS NULL
+       FOR UPDATE),
+u AS (
+    UPDATE {schema}.run
+       SET state = 'quarantined', reason = %(reason)s, error = %(error)s, wake_at = NULL,
+           fence = run.fence + 1, claim = NULL, worker = NULL, attempt_deadline = NULL
+      FROM r WHERE run.no = r.no)
+UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'failed', error = %(summary)s
+  FROM r WHERE attempt.run = r.no AND attempt.fence = r.fence
+RETURNING attempt.run
+
+-- name: finish_run :maybe
+-- Make the run terminal (cancelled if a cancel is pending), close the attempt, and store what has to leave: the result
+-- and one row per callback, claimed by the finisher, who publishes them itself; a second result row where an attempt was
+-- lost, since its process may yet overwrite the backend.
+-- Locks: run, then attempt, then outbox_event. Index: run_pkey, attempt_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, fence, cancel_at IS NOT NULL AS cancel FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR UPDATE),
+u AS (
+    UPDATE {schema}.run
+       SET state = CASE WHEN r.cancel THEN 'cancelled' ELSE %(state)s END, fence = run.fence + 1, claim = NULL, worker = NULL,
+           result = CASE WHEN r.cancel THEN NULL ELSE %(result)s::bytea END, error = CASE WHEN r.cancel THEN run.error ELSE %(error)s::bytea END,
+           failures = failures + (%(state)s = 'failed')::int, wake_at = NULL, attempt_deadline = NULL, finished_at = {schema}.now()
+      FROM r WHERE run.no = r.no
+    RETURNING run.no, run.fence, run.state),
+a AS (
+    UPDATE {schema}.attempt
+       SET ended_at = {schema}.now(), error = %(summary)s,
+           outcome = CASE u.state WHEN 'cancelled' THEN 'cancelled' WHEN 'failed' THEN 'failed' ELSE 'completed' END
+      FROM r, u WHERE attempt.run = r.no AND attempt.fence = r.fence),
+w AS (
+    UPDATE {schema}.wait SET state = 'cancelled', settled_at = {schema}.now() FROM u WHERE wait.run = u.no AND wait.state = 'pending'),
+o AS (
+    INSERT INTO {schema}.outbox_event (id, type, run, ordinal, claim, next_attempt_at)
+    SELECT {schema}.event_id(u.no, u.fence, row.type, row.ordinal), row.type, u.no, row.ordinal, row.claim, {schema}.now() + row.due
+      FROM u,
+           (SELECT 'result' AS type, 0 AS ordinal, %(claim)s::uuid AS claim, %(hold)s::interval AS due WHERE %(report)s
+            UNION ALL
+            SELECT 'callback', n, %(claim)s::uuid, %(hold)s::interval
+              FROM generate_series(0, %(callbacks)s::int - 1) AS n
+            UNION ALL
+            SELECT 'result', 1, NULL, %(repair)s::interval
+             WHERE %(report)s AND EXISTS (SELECT 1 FROM {schema}.attempt WHERE run = %(run)s AND outcome = 'lost')) AS row
+     WHERE row.type = 'result' OR u.state <> 'cancelled'
+    ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING)
+SELECT state FROM u
+
+-- name: cancel_parked_run :maybe
+-- Finalise a run nobody owns, whose row the caller has locked: terminal, waits closed, its result on the way.
+-- Locks: run (held), then wait, then outbox_event. Index: run_pkey.
+WITH u AS (
+    UPDATE {schema}.run
+       SET state = 'cancelled', fence = fence + 1, claim = NULL, worker = NULL, wake_at = NULL, attempt_deadline = NULL,
+           reason = CASE WHEN cancel_at IS NULL THEN %(reason)s::text ELSE coalesce(%(reason)s::text, reason) END,
+           cancel_at = coalesce(cancel_at, {schema}.now()), finished_at = {schema}.now()
+     WHERE no = %(run)s AND finished_at IS NULL
+    RETURNING no, fence),
+a AS (
+    UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'lost'
+      FROM u WHERE attempt.run = u.no AND attempt.outcome IS NULL),
+w AS (
+    UPDATE {schema}.wait SET state = 'cancelled', settled_at = {schema}.now()
+      FROM u WHERE wait.run = u.no AND wait.state = 'pending'),
+o AS (
+    INSERT INTO {schema}.outbox_event (id, type, run, ordinal, next_attempt_at)
+    SELECT {schema}.event_id(u.no, u.fence, 'result', row.ordinal), 'result', u.no, row.ordinal, {schema}.now() + row.due
+      FROM u,
+           (SELECT 0 AS ordinal, interval '0' AS due
+            UNION ALL
+            SELECT 1, %(repair)s::interval WHERE EXISTS (SELECT 1 FROM {schema}.attempt WHERE run = %(run)s)) AS row
+    ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING)
+SELECT no FROM u
+
+-- name: flag_cancel :maybe
+-- Ask the owner of a running run, whose row the caller has locked, to stop.
+-- Locks: run (held). Index: run_pkey.
+UPDATE {schema}.run
+   SET cancel_at = coalesce(cancel_at, {schema}.now()), reason = coalesce(%(reason)s, reason)
+ WHERE no = %(run)s AND state = 'running'
+RETURNING no
+
+-- name: wake_run :maybe
+-- Make a parked run, whose row the caller has locked, ready, with a hint; sleeps that are over are recorded as done.
+-- Locks: run (held), then step, then outbox_event. Index: run_pkey, step_pkey.
+WITH u AS (
+    UPDATE {schema}.run
+       SET state = 'ready', fence = fence + 1, wake_at = NULL, redelivers = 0, deliver_by = {schema}.now() + %(deliver)s::interval
+     WHERE no = %(run)s AND state IN ('sleeping', 'waiting', 'retrying')
+    RETURNING no, fence, priority),
+s AS (
+    UPDATE {schema}.step SET state = 'done', finished_at = {schema}.now()
+      FROM u WHERE step.run = u.no AND step.kind = 'sleep' AND step.state = 'started' AND step.wake_at <= {schema}.now())
+INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), {schema}.now() FROM u
+ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING
+RETURNING run
+
+-- name: wake_due_runs :many
+-- Make up to `limit` sleeping or retrying runs whose time has come ready, each with a hint.
+-- Locks: run (ascending, SKIP LOCKED), then step, then outbox_event. Index: run_due.
+WITH c AS MATERIALIZED (
+    SELECT no FROM {schema}.run
+     WHERE state IN ('sleeping', 'waiting', 'retrying') AND state <> 'waiting' AND wake_at <= (SELECT {schema}.now())
+     ORDER BY wake_at LIMIT %(limit)s
+       FOR UPDATE SKIP LOCKED),
+u AS (
+    UPDATE {schema}.run
+       SET state = 'ready', fence = fence + 1, wake_at = NULL, redelivers = 0, deliver_by = {schema}.now() + %(deliver)s::interval
+      FROM c WHERE run.no = c.no
+    RETURNING run.no, run.fence, run.priority),
+s AS (
+    UPDATE {schema}.step SET state = 'done', finished_at = {schema}.now()
+      FROM u WHERE step.run = u.no AND step.kind = 'sleep' AND step.state = 'started' AND step.wake_at <= {schema}.now()),
+o AS (
+    INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+    SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), {schema}.now() FROM u
+    ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING)
+SELECT no FROM u
+
+-- name: overdue_waiting_runs :many
+-- List waiting runs whose earliest deadline has passed; a list only, to be locked and re-checked one by one.
+-- Locks: none. Index: run_due.
+SELECT no FROM {schema}.run
+ WHERE state IN ('sleeping', 'waiting', 'retrying') AND state = 'waiting' AND wake_at <= (SELECT {schema}.now())
+ ORDER BY wake_at LIMIT %(limit)s
+
+-- name: expired_runs :many
+-- List runs that were never started and may not start any more.
+-- Locks: none. Index: run_expiring.
+SELECT no FROM {schema}.run
+ WHERE expires_at <= (SELECT {schema}.now()) AND state IN ('ready', 'sleeping') LIMIT %(limit)s
+
+-- name: lock_run :maybe
+-- Lock one run for a system transaction and say where it stands.
+-- Locks: run. Index: run_pkey.
+SELECT no, id, nesting, state, fence, cancel_at IS NOT NULL, paused_at IS NOT NULL,
+       coalesce(wake_at <= {schema}.now(), false), coalesce(expires_at <= {schema}.now(), false), parent_no
+  FROM {schema}.run WHERE no = %(run)s FOR UPDATE
+
+-- name: runs_of_id :many
+-- List the runs of one id, the highest nesting first.
+-- Locks: none. Index: run_id_nesting.
+SELECT no, state FROM {schema}.run WHERE id = %(id)s ORDER BY nesting DESC
+
+-- name: lost_runs :many
+-- List the next running runs whose worker has no valid lease, or whose attempt is past its own deadline. A list only (RG-1).
+-- Locks: none. Index: run_running.
+SELECT no, fence FROM {schema}.run AS r
+ WHERE state = 'running' AND no > %(after)s
+   AND (attempt_deadline <= (SELECT {schema}.now())
+        OR NOT EXISTS (SELECT 1 FROM {schema}.worker AS w WHERE w.id = r.worker AND w.lease_until > (SELECT {schema}.now())))
+ ORDER BY no LIMIT %(limit)s
+
+-- name: owner_of_run :maybe
+-- Say who holds a run under a fence, and the last step whose body is known to have started and not to have ended.
+-- Locks: none. Index: run_pkey, worker_pkey, step_pkey.
+SELECT r.worker, w.host, w.pid,
+       (SELECT s.key FROM {schema}.step AS s
+         WHERE s.run = r.no AND s.state = 'started' AND s.kind <> 'sleep' AND s.wake_at IS NULL
+         ORDER BY s.fence DESC, s.started_at DESC NULLS LAST, s.seq DESC LIMIT 1)
+  FROM {schema}.run AS r LEFT JOIN {schema}.worker AS w ON w.id = r.worker
+ WHERE r.no = %(run)s AND r.fence = %(fence)s AND r.state = 'running'
+
+-- name: runs_of_workers :many
+-- List the runs that given workers hold.
+-- Locks: none. Index: run_running.
+SELECT no, fence FROM {schema}.run WHERE state = 'running' AND worker = ANY(%(workers)s) ORDER BY no
+
+-- name: run_of_claim :maybe
+-- Find the run held under a claim.
+-- Locks: none. Index: run_running.
+SELECT no, fence FROM {schema}.run WHERE state = 'running' AND claim = %(claim)s
+
+-- name: take_over_run :maybe
+-- End the grant of a lost run: ready again after `delay`, quarantined when its crashes without progress are used up, or
+-- cancelled when that was asked for. The row is locked first and the clock read after: a plain UPDATE would compute its
+-- clock before it waits for the owner's FOR SHARE lock, and the delay would be gone.
+-- Locks: run (SKIP LOCKED), then attempt, then outbox_event. Index: run_pkey, step_pkey.
+WITH c AS MATERIALIZED (
+    SELECT r.no, r.fence, r.worker, r.crashes, r.cancel_at IS NOT NULL AS cancel
+      FROM {schema}.run AS r
+     WHERE r.no = %(run)s AND r.state = 'running' AND r.fence = %(fence)s
+       AND (NOT %(only_dead)s OR r.attempt_deadline <= {schema}.now()
+            OR NOT EXISTS (SELECT 1 FROM {schema}.worker AS w WHERE w.id = r.worker AND w.lease_until > {schema}.now()))
+       FOR UPDATE OF r SKIP LOCKED),
+p AS (
+    SELECT c.*, CASE WHEN EXISTS (SELECT 1 FROM {schema}.step AS s WHERE s.run = c.no AND s.fence = c.fence AND s.state = 'done')
+                     THEN 1 ELSE c.crashes + 1 END AS crashed
+      FROM c),
+u AS (
+    UPDATE {schema}.run
+       SET state = CASE WHEN p.crashed > %(budget)s THEN 'quarantined' ELSE 'ready' END,
+           reason = CASE WHEN p.crashed > %(budget)s THEN 'crash_budget' ELSE run.reason END,
+           error = CASE WHEN p.crashed > %(budget)s THEN %(error)s::bytea ELSE run.error END,
+           fence = run.fence + 1, claim = NULL, worker = NULL, crashes = p.crashed, redelivers = 0, attempt_deadline = NULL,
+           wake_at = CASE WHEN p.crashed > %(budget)s THEN NULL ELSE {schema}.now() + %(delay)s::interval END,
+           deliver_by = {schema}.now() + %(deliver)s::interval
+      FROM p WHERE run.no = p.no AND NOT p.cancel
+    RETURNING run.no, run.fence, run.state, run.wake_at, run.priority),
+a AS (
+    UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'lost', error = %(why)s
+      FROM p WHERE attempt.run = p.no AND attempt.fence = p.fence AND NOT p.cancel),
+o AS (
+    INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+    SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), wake_at FROM u WHERE state = 'ready'
+    ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING)
+SELECT p.no, p.cancel, coalesce(u.state, 'running') FROM p LEFT JOIN u USING (no)
+
+-- name: rehint_run :maybe
+-- Put the hint of a ready run back, even when the relay that published it has not deleted its row yet, or it is dead.
+-- Locks: run (read), outbox_event. Index: run_id_nesting.
+INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), greatest(wake_at, {schema}.now())
+  FROM {schema}.run WHERE id = %(id)s AND nesting = %(nesting)s AND state = 'ready'
+ON CONFLICT ON CONSTRAINT outbox_event_pkey DO UPDATE
+   SET claim = NULL, status = 'pending', attempts = 0, next_attempt_at = excluded.next_attempt_at
+RETURNING run
+
+-- name: overdue_ready_runs :many
+-- List ready runs whose hint is overdue and not in the outbox (a dead row never strands a run), with their queue, and
+-- whether a live worker can take them.
+-- Locks: none. Index: run_ready, outbox_event_pkey.
+WITH live AS MATERIALIZED (
+    SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now())
+SELECT r.no, r.queue, r.task,
+       (CASE WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live)
+  FROM {schema}.run AS r
+ WHERE r.state = 'ready' AND r.deliver_by <= (SELECT {schema}.now()) AND r.paused_at IS NULL
+   AND NOT EXISTS (SELECT 1 FROM {schema}.outbox_event AS o
+                    WHERE o.id = {schema}.event_id(r.no, r.fence, 'run', 0) AND o.status = 'pending')
+ ORDER BY r.deliver_by LIMIT %(limit)s
+
+-- name: redispatch_runs :many
+-- Write a new hint for given overdue ready runs and double the time it may take.
+-- Locks: run (ascending, SKIP LOCKED), then outbox_event (ascending). Index: run_pkey.
+WITH c AS MATERIALIZED (
+    SELECT no FROM {schema}.run
+     WHERE no = ANY(%(runs)s) AND state = 'ready' AND deliver_by <= (SELECT {schema}.now())
+     ORDER BY no FOR UPDATE SKIP LOCKED),
+u AS (
+    UPDATE {schema}.run
+       SET redelivers = redelivers + 1,
+           deliver_by = {schema}.now() + least(%(deliver)s::interval * power(2, least(redelivers + 1, 20)), interval '1 hour')
+      FROM c WHERE run.no = c.no
+    RETURNING run.no, run.fence, run.wake_at, run.priority)
+INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), greatest(wake_at, {schema}.now()) FROM u ORDER BY 1
+ON CONFLICT ON CONSTRAINT outbox_event_pkey DO UPDATE
+   SET claim = NULL, status = 'pending', attempts = 0, next_attempt_at = excluded.next_attempt_at
+ WHERE outbox_event.status = 'dead'
+RETURNING run
+
+-- name: postpone_redispatch :count
+-- Give the hints of given ready runs more time, without a new one: they are still in the queue, or no worker can take them.
+-- Locks: run (ascending, SKIP LOCKED). Index: run_pkey.
+WITH c AS MATERIALIZED (
+    SELECT no FROM {schema}.run
+     WHERE no = ANY(%(runs)s) AND state = 'ready' AND deliver_by <= (SELECT {schema}.now())
+     ORDER BY no FOR UPDATE SKIP LOCKED)
+UPDATE {schema}.run
+   SET redelivers = redelivers + 1,
+       deliver_by = {schema}.now() + least(%(deliver)s::interval * power(2, least(redelivers + 1, 20)), interval '1 hour')
+  FROM c WHERE run.no = c.no
+
+-- name: rehint_ready_runs :many
+-- After a loss of the broker's data: a fresh hint for the next ready runs after a given one, whatever became of the old.
+-- Locks: run (ascending, SKIP LOCKED), then outbox_event (ascending). Index: run_pkey.
+WITH c AS MATERIALIZED (
+    SELECT no FROM {schema}.run WHERE state = 'ready' AND no > %(after)s ORDER BY no LIMIT %(limit)s FOR UPDATE SKIP LOCKED),
+u AS (
+    UPDATE {schema}.run SET deliver_by = {schema}.now() + %(deliver)s::interval, redelivers = 0
+      FROM c WHERE run.no = c.no
+    RETURNING run.no, run.fence, run.wake_at, run.priority)
+INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), greatest(wake_at, {schema}.now()) FROM u ORDER BY 1
+ON CONFLICT ON CONSTRAINT outbox_event_pkey DO UPDATE
+   SET claim = NULL, status = 'pending', attempts = 0, next_attempt_at = excluded.next_attempt_at
+RETURNING run
+
+-- name: shelve_runs :many
+-- Note that the hints of ready runs are dropped, since no live worker declares their version: the worker that brings it
+-- makes them due. One that has come since the rows were claimed is seen here, and its runs are not among those returned.
+-- Locks: run (ascending, SKIP LOCKED). Index: run_pkey.
+WITH live AS MATERIALIZED (
+    SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now()),
+c AS MATERIALIZED (
+    SELECT no FROM {schema}.run
+     WHERE no = ANY(%(runs)s) AND state = 'ready'
+       AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) NOT IN (SELECT version FROM live)
+     ORDER BY no FOR UPDATE SKIP LOCKED)
+UPDATE {schema}.run SET redelivers = greatest(redelivers, 1) FROM c WHERE run.no = c.no
+RETURNING run.no
+
+-- name: bring_versions :count
+-- A starting worker makes the ready runs of what it brings due for delivery at once.
+-- Locks: run (SKIP LOCKED). Index: run_ready.
+WITH c AS MATERIALIZED (
+    SELECT no FROM {schema}.run
+     WHERE state = 'ready' AND redelivers > 0 AND deliver_by > {schema}.now()
+       AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) = ANY(%(versions)s)
+       FOR UPDATE SKIP LOCKED)
+UPDATE {schema}.run SET deliver_by = {schema}.now(), redelivers = 0 FROM c WHERE run.no = c.no
+
+-- name: count_ready :many
+-- Count, by queue and task, the ready runs whose hints should be with the broker: claimable, of a version that a live
+-- worker declares, with no hint in the outbox.
+-- Locks: none. Index: run_ready, outbox_event_due.
+WITH live AS MATERIALIZED (
+    SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now())
+SELECT r.queue, r.task, count(*)
+  FROM {schema}.run AS r
+ WHERE r.state = 'ready' AND r.paused_at IS NULL
+   AND (CASE WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live)
+   AND NOT EXISTS (SELECT 1 FROM {schema}.outbox_event AS o WHERE o.run = r.no AND o.type = 'run' AND o.status = 'pending')
+ GROUP BY r.queue, r.task
+
+-- name: cancelled_claims :many
+-- Of the claims a process holds, list those whose runs were asked to stop. No proof: it locks nothing.
+-- Locks: none. Index: run_running.
+SELECT claim, reason FROM {schema}.run WHERE state = 'running' AND worker = %(worker)s AND cancel_at IS NOT NULL
+
+-- name: get_run :maybe
+-- Read one run by id, at its highest nesting.
+-- Locks: none. Index: run_id_nesting.
+SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
+       attributes, result, error, codec, created_at, finished_at
+  FROM {schema}.run WHERE id = %(id)s ORDER BY nesting DESC LIMIT 1
+
+-- name: list_runs :many
+-- Read a page of runs, the newest first, below a given number.
+-- Locks: none. Index: run_pkey.
+SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
+       attributes, NULL::bytea, NULL::bytea, codec, created_at, finished_at
+  FROM {schema}.run
+ WHERE (%(before)s::bigint IS NULL OR no < %(before)s)
+   AND (%(task)s::text IS NULL OR task = %(task)s)
+   AND (%(states)s::text[] IS NULL OR state = ANY(%(states)s))
+   AND (%(ref)s::text IS NULL OR ref = %(ref)s)
+ ORDER BY no DESC LIMIT %(limit)s
+
+-- name: count_by_state :many
+-- Count runs by state, paused ones under their own name.
+-- Locks: none. Index: none (a scan; for people).
+SELECT CASE WHEN paused_at IS NOT NULL AND finished_at IS NULL THEN 'paused' ELSE state END, count(*)
+  FROM {schema}.run GROUP BY 1 ORDER BY 1
+
+-- name: due_work :one
+-- Say in one look which duties have work: outbox rows, due runs, lost runs, unrouted facts, overdue hints, expired runs.
+-- Locks: none. Index: outbox_event_due, run_due, run_running, fact_unrouted, run_ready, run_expiring.
+SELECT EXISTS (SELECT 1 FROM {schema}.outbox_event WHERE status = 'pending' AND next_attempt_at <= (SELECT {schema}.now())),
+       EXISTS (SELECT 1 FROM {schema}.run WHERE state IN ('sleeping', 'waiting', 'retrying') AND wake_at <= (SELECT {schema}.now())),
+       EXISTS (SELECT 1 FROM {schema}.run AS r WHERE state = 'running'
+                  AND (attempt_deadline <= (SELECT {schema}.now())
+                       OR NOT EXISTS (SELECT 1 FROM {schema}.worker AS w WHERE w.id = r.worker AND w.lease_until > (SELECT {schema}.now())))),
+       EXISTS (SELECT 1 FROM {schema}.fact WHERE routed_at IS NULL),
+       EXISTS (SELECT 1 FROM {schema}.run WHERE state = 'ready' AND deliver_by <= (SELECT {schema}.now()) AND paused_at IS NULL),
+       EXISTS (SELECT 1 FROM {schema}.run WHERE expires_at <= (SELECT {schema}.now()) AND state IN ('ready', 'sleeping'))
+
+-- name: run_for_report :maybe
+-- Read what the result backend and callbacks of a terminal run need.
+-- Locks: none. Index: run_pkey.
+SELECT no, id, nesting, task, version, queue, priority, state, reason, result, error, codec, args, envelope
+  FROM {schema}.run WHERE no = %(run)s AND finished_at IS NOT NULL

@@ -1,0 +1,106 @@
+-- The step: one journal entry of a run. Every write locks the run row FOR SHARE inside the statement and compares the
+-- fencing token under that lock; a bare WHERE would let a zombie commit after a take-over that is not committed yet.
+
+-- name: start_step :maybe
+-- Ask for the grant to enter a body, and record that it starts. The reply says whether a cancel is pending (then nothing
+-- is written) and whether the step is done already.
+-- Locks: run FOR SHARE, then step. Index: run_pkey, step_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, cancel_at FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE),
+s AS (
+    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, started_at)
+    SELECT no, %(key)s, %(seq)s, %(kind)s, 'started', %(fingerprint)s, %(failures)s, %(fence)s, {schema}.now() FROM r WHERE cancel_at IS NULL
+    ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE
+       SET fence = excluded.fence, failures = excluded.failures, wake_at = NULL WHERE step.state = 'started')
+SELECT cancel_at IS NOT NULL FROM r
+
+-- name: mark_started :count
+-- Show a body that has been running for a while. Loses against its commit.
+-- Locks: run FOR SHARE, then step. Index: run_pkey, step_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE)
+INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, started_at)
+SELECT no, %(key)s, %(seq)s, %(kind)s, 'started', %(fingerprint)s, %(failures)s, %(fence)s, {schema}.now() - %(age)s::interval FROM r
+ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE
+   SET fence = excluded.fence, failures = excluded.failures, wake_at = NULL
+ WHERE step.state = 'started' AND step.fence <> excluded.fence
+
+-- name: commit_step :maybe
+-- Record the outcome of a body, once (I6). The reply says whether a cancel is pending.
+-- Locks: run FOR SHARE, then step. Index: run_pkey, step_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, cancel_at FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE)
+INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, result, digest, error, finished_at)
+SELECT no, %(key)s, %(seq)s, %(kind)s, %(state)s, %(fingerprint)s, %(failures)s, %(fence)s, %(result)s, %(digest)s, %(error)s, {schema}.now() FROM r
+ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE
+   SET state = excluded.state, fence = excluded.fence, failures = excluded.failures, result = excluded.result, digest = excluded.digest,
+       error = excluded.error, wake_at = NULL, finished_at = excluded.finished_at
+ WHERE step.state = 'started'
+RETURNING (SELECT cancel_at IS NOT NULL FROM r)
+
+-- name: look_step :maybe
+-- After a lost reply: say whether the outcome recorded for a step is the one written under this grant.
+-- Locks: none. Index: step_pkey, run_pkey.
+SELECT s.state
+  FROM {schema}.step AS s JOIN {schema}.run AS r ON r.no = s.run
+ WHERE s.run = %(run)s AND s.key = %(key)s AND s.fence = %(fence)s AND s.state IN ('done', 'failed')
+   AND r.fence = %(fence)s AND r.claim = %(claim)s
+
+-- name: start_sleep :maybe
+-- Fix when a sleep ends, once; replays and repeats give the first answer, in seconds from now (I10).
+-- Locks: run FOR SHARE, then step. Index: run_pkey, step_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, cancel_at FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE),
+s AS (
+    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, fence, wake_at, started_at)
+    SELECT no, %(key)s, %(seq)s, 'sleep', 'started', %(fingerprint)s, %(fence)s,
+           coalesce(%(until)s::timestamptz, {schema}.now() + %(duration)s::interval), {schema}.now()
+      FROM r WHERE cancel_at IS NULL
+    ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE SET fence = excluded.fence WHERE step.state = 'started'
+    RETURNING wake_at)
+SELECT r.cancel_at IS NOT NULL, extract(epoch FROM s.wake_at - {schema}.now())::float8 FROM r LEFT JOIN s ON true
+
+-- name: end_sleep :maybe
+-- Record that a sleep is over, if it is by the database clock.
+-- Locks: run FOR SHARE, then step. Index: run_pkey, step_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, cancel_at FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE),
+s AS (
+    UPDATE {schema}.step SET state = 'done', fence = %(fence)s, finished_at = {schema}.now()
+      FROM r WHERE step.run = r.no AND step.key = %(key)s AND step.state = 'started' AND step.wake_at <= {schema}.now())
+SELECT r.cancel_at IS NOT NULL, extract(epoch FROM step.wake_at - {schema}.now())::float8
+  FROM r JOIN {schema}.step ON step.run = r.no AND step.key = %(key)s
+
+-- name: record_try :maybe
+-- Record a failed try of a step that will be tried again, and when. The reply: cancel pending, seconds until then.
+-- Locks: run FOR SHARE, then step. Index: run_pkey, step_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, cancel_at FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE)
+INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, error, wake_at, started_at)
+SELECT no, %(key)s, %(seq)s, %(kind)s, 'started', %(fingerprint)s, %(failures)s, %(fence)s, %(error)s, {schema}.now() + %(delay)s::interval, {schema}.now() - %(age)s::interval FROM r
+ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE
+   SET failures = excluded.failures, fence = excluded.fence, error = excluded.error,
+       wake_at = CASE WHEN step.failures = excluded.failures AND step.wake_at IS NOT NULL THEN step.wake_at ELSE excluded.wake_at END
+ WHERE step.state = 'started'
+RETURNING (SELECT cancel_at IS NOT NULL FROM r), extract(epoch FROM wake_at - {schema}.now())::float8
+
+-- name: read_journal :many
+-- Read the journal of a run in the order of its steps. Only after the claim has committed: before, a zombie's last
+-- commit can be missed.
+-- Locks: none. Index: step_pkey.
+SELECT key, seq, kind, state, fingerprint, failures, fence, result, digest, error, wake_at, coalesce(wake_at <= {schema}.now(), false), started_at, finished_at,
+       extract(epoch FROM {schema}.now() - started_at)::float8
+  FROM {schema}.step WHERE run = %(run)s ORDER BY seq
+

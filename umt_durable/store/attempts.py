@@ -1,0 +1,20 @@
+"""Attempts: the history of grants, opened and closed by the statements of `runs`."""
+
+from __future__ import annotations
+
+from umt_durable import sql
+from umt_durable.database import Connection
+from umt_durable.records import AttemptRecord
+from umt_durable.states import AttemptOutcome
+from umt_durable.store.guard import Guard
+
+
+def look(guard: Guard) -> AttemptOutcome | None:
+    """Say how an attempt of ours ended: the answer to a lost reply of finish or suspend (I24)."""
+    row = sql.maybe(guard.conn, "look_attempt", **guard.key)
+    return AttemptOutcome(row[0]) if row and row[0] else None
+
+
+def of_run(conn: Connection, run: int) -> list[AttemptRecord]:
+    """Read the grants of a run, the first one first."""
+    return [AttemptRecord(*sql.typed(row, 4, AttemptOutcome)) for row in sql.many(conn, "list_attempts", run=run)]

@@ -1,0 +1,126 @@
+"""What people look at: the server, and what stands still in the schema."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from umt_durable import sql
+from umt_durable.database import Connection
+from umt_durable.records import RunNo
+
+
+@dataclass(frozen=True, slots=True)
+class StillRuns:
+    """Runs that stand still for one reason. `version` is None where none is pinned yet; `example` is the id of one."""
+
+    task: str
+    version: int | None
+    reason: str | None
+    runs: int
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadEvents:
+    """Outbox rows of one type that were given up for one reason."""
+
+    type: str
+    reason: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The server as a connection of ours sees it.
+
+    Units: `clock` is its own clock in epoch seconds.
+    """
+
+    version: int
+    encoding: str
+    is_standby: bool
+    fsync: str
+    synchronous_commit: str
+    full_page_writes: str
+    backend: int
+    clock: float
+    connections: int
+    max_connections: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """The time limits of a connection, in milliseconds; zero means none."""
+
+    statement: float
+    lock: float
+    idle_in_transaction: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransaction:
+    """A transaction of somebody's that is open, and for how many seconds."""
+
+    pid: int
+    application: str
+    state: str
+    seconds: float
+
+
+def arguments(conn: Connection, run: RunNo) -> tuple[bytes, int] | None:
+    """Read the stored arguments of a run and their codec."""
+    row = sql.maybe(conn, "read_arguments", run=run)
+    return None if row is None or row[0] is None else (row[0], row[1])
+
+
+def blocked(conn: Connection) -> list[StillRuns]:
+    """Count the ready runs that no live worker can take."""
+    return [
+        StillRuns(task, version, None, runs, example) for task, version, runs, example in sql.many(conn, "blocked_runs")
+    ]
+
+
+def quarantined(conn: Connection) -> list[StillRuns]:
+    """Count the runs that wait for a person."""
+    return [
+        StillRuns(task, None, reason, runs, example)
+        for task, reason, runs, example in sql.many(conn, "quarantined_runs")
+    ]
+
+
+def dead_events(conn: Connection) -> list[DeadEvents]:
+    """Count the outbox rows that were given up."""
+    return [DeadEvents(*row) for row in sql.many(conn, "dead_events")]
+
+
+def longest_parked(conn: Connection) -> float | None:
+    """Return the seconds from the enqueuing of a run to the end of the longest sleep or wait there is now."""
+    seconds: float | None = sql.one(conn, "longest_parked")[0]
+    return seconds
+
+
+def server(conn: Connection) -> Server:
+    """Read the server's settings and clock."""
+    return Server(*sql.one(conn, "read_server_settings"))
+
+
+def clock_offset(conn: Connection) -> float:
+    """Return by how many seconds the schema's clock is moved from the server's: zero but in tests."""
+    seconds: float = sql.one(conn, "read_clock_offset")[0]
+    return seconds
+
+
+def timeouts(conn: Connection) -> Timeouts:
+    """Read the time limits of this connection."""
+    return Timeouts(*sql.one(conn, "read_timeouts"))
+
+
+def missing_rights(conn: Connection) -> list[str]:
+    """List the tables of the schema that this user may not read and write."""
+    return [row[0] for row in sql.many(conn, "missing_rights", name=conn.schema)]
+
+
+def oldest_transaction(conn: Connection) -> OpenTransaction | None:
+    """Find the transaction that has been open longest."""
+    row = sql.maybe(conn, "oldest_transaction")
+    return None if row is None else OpenTransaction(*row)

@@ -1,0 +1,112 @@
+"""The journal: the recorded steps of a run. Every write is fenced inside its statement (I5, I6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from umt_durable import sql
+from umt_durable.database import Connection
+from umt_durable.records import StepEntry
+from umt_durable.states import StepKind, StepState
+from umt_durable.store.guard import Guard
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The identity of a step in its run's journal."""
+
+    key: str
+    seq: int
+    kind: StepKind
+    fingerprint: bytes | None
+    failures: int = 0
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        """Return the identity as statement parameters."""
+        return {
+            "key": self.key,
+            "seq": self.seq,
+            "kind": self.kind,
+            "fingerprint": self.fingerprint,
+            "failures": self.failures,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """When a sleep or a further try is due: seconds from now, by the database clock. None: it is over."""
+
+    cancel: bool
+    seconds: float | None
+
+
+def start(guard: Guard, entry: Entry) -> bool | None:
+    """Record that a body starts and say whether a cancel is pending (then nothing is written); None when fenced."""
+    row = sql.maybe(guard.conn, "start_step", **entry.parameters, **guard.key)
+    return None if row is None else bool(row[0])
+
+
+def mark_started(guard: Guard, entry: Entry, *, age_seconds: float) -> None:
+    """Show a body that has been running for a while."""
+    sql.count(guard.conn, "mark_started", age=timedelta(seconds=age_seconds), **entry.parameters, **guard.key)
+
+
+def commit(
+    guard: Guard,
+    entry: Entry,
+    *,
+    state: StepState,
+    result: bytes | None = None,
+    digest: bytes | None = None,
+    error: bytes | None = None,
+) -> bool | None:
+    """Record the outcome of a body, once; say whether a cancel is pending; None when nothing was written.
+
+    None means fenced, or written before: `look` tells which.
+    """
+    row = sql.maybe(
+        guard.conn,
+        "commit_step",
+        state=state,
+        result=result,
+        digest=digest,
+        error=error,
+        **entry.parameters,
+        **guard.key,
+    )
+    return None if row is None else bool(row[0])
+
+
+def look(guard: Guard, key: str) -> StepState | None:
+    """Say what this grant itself recorded for a step: the answer to a lost reply (I24)."""
+    row = sql.maybe(guard.conn, "look_step", key=key, **guard.key)
+    return None if row is None else StepState(row[0])
+
+
+def start_sleep(
+    guard: Guard, entry: Entry, *, duration: timedelta | None = None, until: datetime | None = None
+) -> Due | None:
+    """Fix when a sleep ends, once, and say when that is; None when fenced."""
+    parameters = {name: entry.parameters[name] for name in ("key", "seq", "fingerprint")}
+    row = sql.maybe(guard.conn, "start_sleep", duration=duration, until=until, **parameters, **guard.key)
+    return None if row is None else Due(bool(row[0]), row[1])
+
+
+def end_sleep(guard: Guard, key: str) -> Due | None:
+    """Record that a sleep is over, if it is, and say when it ends; None when fenced."""
+    row = sql.maybe(guard.conn, "end_sleep", key=key, **guard.key)
+    return None if row is None else Due(bool(row[0]), row[1])
+
+
+def record_try(guard: Guard, entry: Entry, *, delay_seconds: float, error: bytes, age_seconds: float) -> Due | None:
+    """Record a failed try, begun `age_seconds` ago, that another will follow, and say when; None when fenced."""
+    delay, age = timedelta(seconds=delay_seconds), timedelta(seconds=age_seconds)
+    row = sql.maybe(guard.conn, "record_try", delay=delay, age=age, error=error, **entry.parameters, **guard.key)
+    return None if row is None else Due(bool(row[0]), row[1])
+
+
+def read(conn: Connection, run: int) -> list[StepEntry]:
+    """Read the journal of a run in the order of its steps."""
+    return [StepEntry(*sql.typed(row, 3, StepState)) for row in sql.many(conn, "read_journal", run=run)]

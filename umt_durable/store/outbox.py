@@ -1,0 +1,61 @@
+"""The outbox: rows claimed by a relay, published, then deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from uuid import UUID
+
+from umt_durable import sql
+from umt_durable.database import Connection
+from umt_durable.records import OutboxEntry
+from umt_durable.states import OutboxStatus, RunState
+
+
+def claim(conn: Connection, *, relay: UUID, limit: int, hold_seconds: float) -> list[OutboxEntry]:
+    """Take the due rows for one relay, higher priority first."""
+    hold = timedelta(seconds=hold_seconds)
+    rows = sql.many(conn, "claim_events", relay=relay, limit=limit, hold=hold)
+    return [OutboxEntry(*sql.typed(row, 12, RunState)) for row in rows]
+
+
+def delete(conn: Connection, ids: Sequence[UUID], *, relay: UUID) -> int:
+    """Forget rows that have left, but for those someone has taken since."""
+    return sql.count(conn, "delete_events", ids=list(ids), relay=relay)
+
+
+def delete_claimed(conn: Connection, ids: Sequence[UUID], claims: Sequence[UUID]) -> int:
+    """Forget the rows that finished attempts published themselves."""
+    return sql.count(conn, "delete_claimed", ids=list(ids), claims=list(claims))
+
+
+def give_back(conn: Connection, ids: Sequence[UUID], *, relay: UUID, delay_seconds: float) -> int:
+    """Give rows back after an outage, without using up an attempt."""
+    return sql.count(conn, "return_events", ids=list(ids), relay=relay, delay=timedelta(seconds=delay_seconds))
+
+
+def refuse(
+    conn: Connection, id: UUID, *, relay: UUID, reason: str, delay_seconds: float, max_attempts: int
+) -> OutboxStatus | None:
+    """Put a refused row back for later, or aside as dead; None when someone else has it."""
+    row = sql.maybe(
+        conn,
+        "refuse_event",
+        id=id,
+        relay=relay,
+        reason=reason,
+        delay=timedelta(seconds=delay_seconds),
+        max_attempts=max_attempts,
+    )
+    return None if row is None else OutboxStatus(row[0])
+
+
+def report_again(conn: Connection, run: int) -> bool:
+    """Put the result of a terminal run back into the outbox; False when the run is not terminal."""
+    return sql.maybe(conn, "report_again", run=run) is not None
+
+
+def status(conn: Connection) -> tuple[int, int, float]:
+    """Return how many rows are pending and dead, and how long the oldest due one has waited, in seconds."""
+    pending, dead, age = sql.one(conn, "outbox_status")
+    return pending, dead, max(0.0, age)

@@ -1,0 +1,358 @@
+"""Runs: their insertion, their grants and the ends of these, and the scans that find work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+from uuid import UUID
+
+from umt_durable import sql
+from umt_durable.database import Connection
+from umt_durable.records import Enqueued, FinishedRun, Grant, LockedRun, NewRun, Run, RunNo, RunOwner, Token
+from umt_durable.states import Reason, RunState
+from umt_durable.store.guard import Guard
+
+Candidate: TypeAlias = tuple[RunNo, int]  # run and the fence it was seen with
+
+
+def enqueue_parameters(new: NewRun, *, deliver_seconds: float) -> dict[str, Any]:
+    """Return the named parameters of the SQL function `enqueue_run` for a new run."""
+    return {
+        "id": new.id,
+        "nesting": new.nesting,
+        "task": new.task,
+        "version": new.version,
+        "queue": new.queue,
+        "priority": new.priority,
+        "args": new.args,
+        "codec": new.codec,
+        "digest": new.digest,
+        "envelope": new.envelope,
+        "wake_at": new.wake_at,
+        "delay": _interval(new.delay_seconds),
+        "expires_at": new.expires_at,
+        "expires_in": _interval(new.expires_seconds),
+        "ref": new.ref,
+        "attributes": new.attributes,
+        "deliver": timedelta(seconds=deliver_seconds),
+        "key": new.key,
+        "key_hash": new.key_hash,
+        "key_ttl": _interval(new.key_ttl_seconds),
+    }
+
+
+def enqueue(conn: Connection, new: NewRun, *, deliver_seconds: float) -> Enqueued:
+    """Insert a run and its hint, once per id and once per idempotency key."""
+    return Enqueued(*sql.one(conn, "enqueue_run", **enqueue_parameters(new, deliver_seconds=deliver_seconds)))
+
+
+def intake(conn: Connection, new: NewRun, *, deliver_seconds: float) -> bool:
+    """Insert the run of a foreign message; False when it is there already (I3)."""
+    parameters = enqueue_parameters(new, deliver_seconds=deliver_seconds)
+    wanted = (
+        "id",
+        "nesting",
+        "task",
+        "queue",
+        "priority",
+        "args",
+        "codec",
+        "digest",
+        "envelope",
+        "wake_at",
+        "deliver",
+        "expires_at",
+    )
+    return sql.maybe(conn, "intake_run", **{name: parameters[name] for name in wanted}) is not None
+
+
+def claim(
+    conn: Connection,
+    *,
+    id: str,
+    nesting: int,
+    task: str,
+    claim: UUID,
+    worker: UUID,
+    versions: Sequence[int],
+    limit_seconds: float | None,
+) -> Grant | None:
+    """Give a ready run to a worker; the same claim again gives the same grant; None when it cannot be had.
+
+    Units: `limit_seconds` is the attempt's own deadline, if its task declares one.
+    """
+    row = sql.maybe(
+        conn,
+        "claim_run",
+        id=id,
+        nesting=nesting,
+        task=task,
+        claim=claim,
+        worker=worker,
+        version=max(versions),
+        versions=list(versions),
+        limit=_interval(limit_seconds),
+    )
+    if row is None:
+        return None
+    no, fence, *rest = row
+    return Grant(Token(RunNo(no), fence, claim), *rest)
+
+
+def prove(guard: Guard) -> bool | None:
+    """Say whether a cancel is pending; None when the grant has ended."""
+    row = sql.maybe(guard.conn, "prove_grant", **guard.key)
+    return None if row is None else bool(row[0])
+
+
+def lock_grant(guard: Guard) -> bool | None:
+    """The same, with the run locked until the caller commits."""
+    row = sql.maybe(guard.conn, "lock_grant", **guard.key)
+    return None if row is None else bool(row[0])
+
+
+def suspend(
+    guard: Guard, *, state: RunState, steps: Sequence[str], waits: Sequence[str], poll: timedelta | None = None
+) -> bool:
+    """Park the run until the earliest of its open steps, waits and the poll; False when fenced or to be cancelled."""
+    row = sql.maybe(
+        guard.conn, "suspend_run", state=state, steps=list(steps), waits=list(waits), poll=poll, **guard.key
+    )
+    return row is not None
+
+
+def retry(guard: Guard, *, delay_seconds: float, error: bytes, summary: str) -> bool:
+    """Make the run due again after a failure; False when fenced or a cancel is pending."""
+    delay = timedelta(seconds=delay_seconds)
+    return sql.maybe(guard.conn, "retry_run", delay=delay, error=error, summary=summary, **guard.key) is not None
+
+
+def quarantine(guard: Guard, *, reason: Reason, error: bytes, summary: str) -> bool:
+    """Park the run for a person; False when fenced or a cancel is pending."""
+    row = sql.maybe(guard.conn, "quarantine_run", reason=reason, error=error, summary=summary, **guard.key)
+    return row is not None
+
+
+def finish(
+    guard: Guard,
+    *,
+    state: RunState,
+    result: bytes | None = None,
+    error: bytes | None = None,
+    summary: str | None = None,
+    report: bool,
+    callbacks: int,
+    hold_seconds: float,
+    repair_seconds: float,
+) -> RunState | None:
+    """Make the run terminal and return the state it ended in; None when fenced.
+
+    Shape: `callbacks` rows leave beside the result (if `report`), claimed by this attempt for `hold_seconds`.
+    """
+    row = sql.maybe(
+        guard.conn,
+        "finish_run",
+        state=state,
+        result=result,
+        error=error,
+        summary=summary,
+        report=report,
+        callbacks=callbacks,
+        hold=timedelta(seconds=hold_seconds),
+        repair=timedelta(seconds=repair_seconds),
+        **guard.key,
+    )
+    return None if row is None else RunState(row[0])
+
+
+def lock(conn: Connection, run: int) -> LockedRun | None:
+    """Lock one run for the rest of the transaction."""
+    row = sql.maybe(conn, "lock_run", run=run)
+    if row is None:
+        return None
+    no, id, nesting, state, *rest = row
+    return LockedRun(RunNo(no), id, nesting, RunState(state), *rest)
+
+
+def cancel_parked(conn: Connection, run: int, *, reason: str | None, repair_seconds: float) -> bool:
+    """Finalise a locked run that nobody owns."""
+    repair = timedelta(seconds=repair_seconds)
+    return sql.maybe(conn, "cancel_parked_run", run=run, reason=reason, repair=repair) is not None
+
+
+def flag_cancel(conn: Connection, run: int, *, reason: str | None) -> bool:
+    """Ask the owner of a locked, running run to stop."""
+    return sql.maybe(conn, "flag_cancel", run=run, reason=reason) is not None
+
+
+def wake(conn: Connection, run: int, *, deliver_seconds: float) -> bool:
+    """Make a locked, parked run ready; False when it is not parked."""
+    return sql.maybe(conn, "wake_run", run=run, deliver=timedelta(seconds=deliver_seconds)) is not None
+
+
+def wake_due(conn: Connection, *, limit: int, deliver_seconds: float) -> int:
+    """Make due sleeping and retrying runs ready; return how many."""
+    return len(sql.many(conn, "wake_due_runs", limit=limit, deliver=timedelta(seconds=deliver_seconds)))
+
+
+def overdue_waiting(conn: Connection, *, limit: int) -> list[int]:
+    """List waiting runs whose deadline has passed."""
+    return [row[0] for row in sql.many(conn, "overdue_waiting_runs", limit=limit)]
+
+
+def expired(conn: Connection, *, limit: int) -> list[int]:
+    """List runs that were never started and may not start any more."""
+    return [row[0] for row in sql.many(conn, "expired_runs", limit=limit)]
+
+
+def of_id(conn: Connection, id: str) -> list[tuple[int, RunState]]:
+    """List (no, state) of the runs of one id, the highest nesting first."""
+    return [(row[0], RunState(row[1])) for row in sql.many(conn, "runs_of_id", id=id)]
+
+
+def lost(conn: Connection, *, limit: int, after: int = 0) -> list[Candidate]:
+    """List running runs, beyond a given number, without a live owner or past their attempt's deadline."""
+    return [(RunNo(row[0]), row[1]) for row in sql.many(conn, "lost_runs", limit=limit, after=after)]
+
+
+def owner(conn: Connection, candidate: Candidate) -> RunOwner | None:
+    """Say who holds a run and in which step it was last seen; None when that grant has ended."""
+    row = sql.maybe(conn, "owner_of_run", run=candidate[0], fence=candidate[1])
+    return None if row is None else RunOwner(*row)
+
+
+def of_workers(conn: Connection, workers: Sequence[UUID]) -> list[Candidate]:
+    """List the runs that given workers hold."""
+    return [(RunNo(row[0]), row[1]) for row in sql.many(conn, "runs_of_workers", workers=list(workers))]
+
+
+def of_claim(conn: Connection, claim: UUID) -> Candidate | None:
+    """Find the run held under a claim."""
+    row = sql.maybe(conn, "run_of_claim", claim=claim)
+    return None if row is None else (RunNo(row[0]), row[1])
+
+
+def take_over(
+    conn: Connection,
+    candidate: Candidate,
+    *,
+    only_dead: bool,
+    delay_seconds: float,
+    deliver_seconds: float,
+    budget: int,
+    why: str,
+    error: bytes,
+) -> tuple[bool, RunState] | None:
+    """End the grant of a lost run; None when it was not lost any more (RG-1) or is locked.
+
+    Shape: (cancel pending: the caller finalises it in this transaction, the state it is in now).
+    Units: `delay_seconds` keeps the run unclaimable until no proof of the old owner can hold; zero only where that
+    process is known to have ended.
+    """
+    run, fence = candidate
+    row = sql.maybe(
+        conn,
+        "take_over_run",
+        run=run,
+        fence=fence,
+        only_dead=only_dead,
+        delay=timedelta(seconds=delay_seconds),
+        deliver=timedelta(seconds=deliver_seconds),
+        budget=budget,
+        why=why,
+        error=error,
+    )
+    return None if row is None else (bool(row[1]), RunState(row[2]))
+
+
+def rehint(conn: Connection, id: str, nesting: int) -> bool:
+    """Put the hint of a ready run back into the outbox."""
+    return sql.maybe(conn, "rehint_run", id=id, nesting=nesting) is not None
+
+
+def overdue_ready(conn: Connection, *, limit: int) -> list[tuple[int, str | None, str, bool]]:
+    """List (run, queue, task, a live worker can take it) of ready runs whose hint is overdue and not in the outbox."""
+    return [(row[0], row[1], row[2], bool(row[3])) for row in sql.many(conn, "overdue_ready_runs", limit=limit)]
+
+
+def redispatch(conn: Connection, runs: Sequence[int], *, deliver_seconds: float) -> int:
+    """Write new hints for overdue ready runs, with twice the time; return how many."""
+    return len(sql.many(conn, "redispatch_runs", runs=list(runs), deliver=timedelta(seconds=deliver_seconds)))
+
+
+def postpone(conn: Connection, runs: Sequence[int], *, deliver_seconds: float) -> int:
+    """Give the hints of ready runs twice the time, without new ones; return how many."""
+    return sql.count(conn, "postpone_redispatch", runs=list(runs), deliver=timedelta(seconds=deliver_seconds))
+
+
+def rehint_ready(conn: Connection, *, after: int, limit: int, deliver_seconds: float) -> list[int]:
+    """Write fresh hints for the next ready runs after a number, whatever became of their old ones."""
+    deliver = timedelta(seconds=deliver_seconds)
+    return sorted(row[0] for row in sql.many(conn, "rehint_ready_runs", after=after, limit=limit, deliver=deliver))
+
+
+def shelve(conn: Connection, runs: Sequence[int]) -> set[int]:
+    """Note for ready runs that no live worker can take them, so that whoever can finds them; return which these are."""
+    return {row[0] for row in sql.many(conn, "shelve_runs", runs=list(runs))}
+
+
+def bring_versions(conn: Connection, versions: Sequence[str]) -> int:
+    """Make ready runs that waited for these versions due for delivery at once; return how many."""
+    return sql.count(conn, "bring_versions", versions=list(versions))
+
+
+def count_ready(conn: Connection) -> list[tuple[str | None, str, int]]:
+    """Count, as (queue, task, number), the ready runs whose hints should be with the broker."""
+    return [(row[0], row[1], row[2]) for row in sql.many(conn, "count_ready")]
+
+
+def cancelled_claims(conn: Connection, worker: UUID) -> list[tuple[UUID, str | None]]:
+    """List (claim, reason) of the runs a worker holds that were asked to stop."""
+    return [(row[0], row[1]) for row in sql.many(conn, "cancelled_claims", worker=worker)]
+
+
+def get(conn: Connection, id: str) -> Run | None:
+    """Read one run."""
+    row = sql.maybe(conn, "get_run", id=id)
+    return None if row is None else _run(row)
+
+
+def page(
+    conn: Connection,
+    *,
+    task: str | None = None,
+    states: Sequence[RunState] | None = None,
+    ref: str | None = None,
+    before: int | None = None,
+    limit: int = 100,
+) -> list[Run]:
+    """Read a page of runs, the newest first, below the number of the last one seen."""
+    names = None if states is None else [str(state) for state in states]
+    rows = sql.many(conn, "list_runs", task=task, states=names, ref=ref, before=before, limit=limit)
+    return [_run(row) for row in rows]
+
+
+def count_by_state(conn: Connection) -> dict[str, int]:
+    """Count runs by state, paused ones under `paused`."""
+    return dict(sql.many(conn, "count_by_state"))
+
+
+def due_work(conn: Connection) -> tuple[bool, bool, bool, bool, bool, bool]:
+    """Say which duties have work: outbox, timers, take-over, router, redispatch, expiry."""
+    outbox, timers, lost_runs, facts, hints, expiry = sql.one(conn, "due_work")
+    return outbox, timers, lost_runs, facts, hints, expiry
+
+
+def for_report(conn: Connection, run: int) -> FinishedRun | None:
+    """Read what backend and callbacks of a terminal run need."""
+    row = sql.maybe(conn, "run_for_report", run=run)
+    return None if row is None else FinishedRun(*sql.typed(row, 7, RunState))
+
+
+def _run(row: sql.Row) -> Run:
+    return Run(*sql.typed(row, 7, RunState))
+
+
+def _interval(seconds: float | None) -> timedelta | None:
+    return None if seconds is None else timedelta(seconds=seconds)
