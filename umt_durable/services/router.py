@@ -1,0 +1,267 @@
+"""The router: brings each fact to the waits of its address, and applies the facts of reserved names.
+
+Whoever registers a wait looks for its fact under the address lock, and whoever routes a fact looks for waits under the
+same lock, each in a statement of its own after the lock: whichever comes second finds the other (I8).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Final
+from uuid import UUID
+
+from psycopg.errors import LockNotAvailable
+
+from umt_durable import failpoints, telemetry
+from umt_durable.database import Connection, Database
+from umt_durable.errors import DatabaseUnavailableError
+from umt_durable.records import FactRecord
+from umt_durable.services.rows import each
+from umt_durable.services.transactions import RETRY_SECONDS, commit
+from umt_durable.settings import Settings
+from umt_durable.states import RunState, WaitState
+from umt_durable.store import facts, runs, waits
+from umt_durable.store.waits import Place
+
+logger = logging.getLogger(__name__)
+
+CANCEL: Final = "umt.cancel"
+OLDEST: Final = 200
+"""Among how many of the oldest facts routers choose at random, so that they do not queue for one address."""
+CHUNK: Final = 100
+MOST_LOCKED: Final = 3
+"""After how many runs locked by others a chunk is cut short: each is waited for with the address locked."""
+RESCAN_CHUNK: Final = 5000
+MAX_REASON: Final = 1000
+
+_RESCAN = '["rescan"]'  # in the same lock space as the addresses, of which none has one element
+_START: Final = (0, "")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteCounts:
+    """What routing did: facts routed to the end, waits settled, runs made ready, cancelled or asked to stop."""
+
+    routed: int = 0
+    settled: int = 0
+    woken: int = 0
+    cancelled: int = 0
+    asked: int = 0
+    failed: int = 0
+
+    @property
+    def hints(self) -> int:
+        """Return how many rows the outbox got, at least."""
+        return self.woken + self.cancelled
+
+    @property
+    def work(self) -> int:
+        """Return how many facts and waits were dealt with."""
+        return self.routed + self.settled
+
+    def plus(self, more: RouteCounts) -> RouteCounts:
+        """Return the sum of two counts."""
+        return RouteCounts(
+            self.routed + more.routed,
+            self.settled + more.settled,
+            self.woken + more.woken,
+            self.cancelled + more.cancelled,
+            self.asked + more.asked,
+            self.failed + more.failed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What one transaction did, and the wait to go on after; None when there are no more."""
+
+    counts: RouteCounts
+    after: tuple[int, str] | None = None
+    skipped: int = 0
+
+
+class Router:
+    """Routes the facts that nobody has routed yet. Any number run side by side."""
+
+    def __init__(self, database: Database, settings: Settings) -> None:
+        self._database = database
+        self._settings = settings
+
+    def run_once(self) -> RouteCounts:
+        """Route the oldest facts, in random order; those whose address is being routed are left to who does it.
+
+        Errors: DatabaseUnavailableError.
+        """
+        found = self._database.do(lambda conn: facts.unrouted(conn, limit=OLDEST), seconds=RETRY_SECONDS)
+        random.shuffle(found)
+        done, failed = each("router", found, lambda fact: _route(self._database, self._settings, fact[0], fact[1]))
+        total = RouteCounts(failed=failed)
+        for counts in done:
+            total = total.plus(counts)
+        return total
+
+    def rescan(self) -> RouteCounts:
+        """Look for pending waits whose fact was routed without them, and settle them. Each is a defect, and counted.
+
+        Errors: DatabaseUnavailableError.
+        """
+        missed = self._database.atomically(self._missed, seconds=RETRY_SECONDS)
+        failpoints.point("rescan.select.a")
+        done, failed = each("re-scan", missed, self._repair)
+        total = RouteCounts(failed=failed)
+        for counts in done:
+            total = total.plus(counts)
+        return total
+
+    def _missed(self, conn: Connection) -> list[Place]:
+        found: list[Place] = []
+        if not waits.try_lock_address(conn, _RESCAN):
+            return found  # another process is at it
+        after: Place | None = waits.START
+        while after is not None:
+            more, after = waits.missed(conn, after=after, limit=RESCAN_CHUNK)
+            found += more
+        return found
+
+    def _repair(self, place: Place) -> RouteCounts:
+        address, run, key = place
+
+        def work(conn: Connection) -> RouteCounts:
+            waits.lock_address(conn, address)
+            mode = next((wait.mode for wait in waits.of_run(conn, run) if wait.key == key), None)
+            of_run = json.loads(address)[0] == "run"
+            fact = None if mode is None else facts.look_for(conn, address, run=run, of_run=of_run, mode=mode)
+            return RouteCounts() if fact is None else _settle(conn, self._settings, fact, run, key)
+
+        counts = commit(self._database, "rescan", work, limited=True)
+        if counts.settled:
+            telemetry.count(telemetry.Counter.RESCAN_HIT, run=run)
+            telemetry.count(telemetry.Counter.WOKEN_RUN, counts.woken)
+            logger.error("the re-scan settled wait %r, which its fact had missed", key, extra={"run": run})
+        return counts
+
+
+def route(database: Database, settings: Settings, fact: UUID) -> RouteCounts:
+    """Route one fact now, as far as nobody else does; a router finishes what stays.
+
+    Never fails because the database or a lock cannot be had: the fact is committed, so its sender has succeeded.
+    """
+    try:
+        found = database.do(lambda conn: facts.get_unrouted(conn, fact), seconds=RETRY_SECONDS)
+        return RouteCounts() if found is None else _route(database, settings, fact, found.address)
+    except DatabaseUnavailableError as error:
+        logger.debug("a router will route fact %s: %s", fact, error)
+        return RouteCounts(failed=1)
+
+
+def _route(database: Database, settings: Settings, fact: UUID, address: str) -> RouteCounts:
+    total, after, skipped = RouteCounts(), _START, 0
+    while True:
+        chunk = commit(database, "router", _chunk(settings, fact, address, after, is_last=not skipped), limited=True)
+        total, skipped = total.plus(chunk.counts), skipped + chunk.skipped
+        if chunk.after is None:
+            break
+        after = chunk.after
+    telemetry.count(telemetry.Counter.ROUTED_FACT, total.routed)
+    telemetry.count(telemetry.Counter.WOKEN_RUN, total.woken)
+    return replace(total, failed=skipped)
+
+
+def _chunk(
+    settings: Settings, fact: UUID, address: str, after: tuple[int, str], *, is_last: bool
+) -> Callable[[Connection], _Chunk]:
+    """Return the work of one transaction: the next waits of a fact; `is_last` allows to call it routed at their end."""
+
+    def work(conn: Connection) -> _Chunk:
+        if not waits.try_lock_address(conn, address):
+            return _Chunk(RouteCounts())
+        failpoints.point("router.key_lock.a")
+        found = facts.get_unrouted(conn, fact)  # only now: it may have been routed while the lock was not ours
+        if found is None:
+            return _Chunk(RouteCounts())
+        run_id = _cancels(found)
+        if run_id is not None:
+            chunk = _Chunk(_cancel(conn, settings, run_id, _reason(found.payload)))
+        else:
+            chunk = _settle_next(conn, settings, fact, after)
+        if chunk.after is None and not chunk.skipped and is_last:
+            facts.mark_routed(conn, fact)
+            return replace(chunk, counts=replace(chunk.counts, routed=1))
+        return chunk
+
+    return work
+
+
+def _settle_next(conn: Connection, settings: Settings, fact: UUID, after: tuple[int, str]) -> _Chunk:
+    """Settle the next waits of a fact, in the order of their runs. A run that somebody holds is skipped."""
+    pending = waits.pending(conn, fact, after=after, limit=CHUNK)
+    counts, skipped = RouteCounts(), 0
+    for run, key in pending:
+        after = (run, key)
+        alone: AbstractContextManager[object] = nullcontext() if len(pending) == 1 else conn.transaction()
+        try:
+            with alone:
+                counts = counts.plus(_settle(conn, settings, fact, run, key))
+        except LockNotAvailable:
+            if len(pending) == 1:
+                raise
+            skipped += 1
+            if skipped == MOST_LOCKED:
+                return _Chunk(counts, after, skipped)
+    return _Chunk(counts, after if len(pending) == CHUNK else None, skipped)
+
+
+def _settle(conn: Connection, settings: Settings, fact: UUID, run: int, key: str) -> RouteCounts:
+    """Settle one wait under its run's lock. Only a parked run is made ready; a running one sees it when it parks."""
+    locked = runs.lock(conn, run)
+    failpoints.point("router.run_lock.a")
+    if locked is None or locked.state.is_terminal:
+        return RouteCounts()
+    if not waits.settle(conn, run, key, state=WaitState.SATISFIED, fact=fact):
+        return RouteCounts()
+    woken = locked.state.is_parked and runs.wake(conn, run, deliver_seconds=settings.deliver_seconds)
+    return RouteCounts(settled=1, woken=int(woken))
+
+
+def _cancels(fact: FactRecord) -> str | None:
+    """Return the id of the run that a fact cancels."""
+    if fact.name != CANCEL:
+        return None
+    kind, *rest = json.loads(fact.address)
+    return rest[0] if kind == "run" else None
+
+
+def _cancel(conn: Connection, settings: Settings, run_id: str, reason: str | None) -> RouteCounts:
+    """End a run that nobody owns, or ask its owner to; a terminal one is left as it is (I11, I12)."""
+    no = 0
+    while True:
+        # A replaced run is terminal when its lock comes, and a higher nesting is there: the look after that decides.
+        highest = next((found for found, _ in runs.of_id(conn, run_id)), None)
+        if highest is None or highest == no:
+            break
+        no = highest
+        locked = runs.lock(conn, no)
+        failpoints.point("router.run_lock.a")
+    if highest is None or locked is None or locked.state.is_terminal:
+        return RouteCounts()
+    if locked.state is RunState.RUNNING:
+        return RouteCounts(asked=int(runs.flag_cancel(conn, no, reason=reason)))
+    ended = runs.cancel_parked(conn, no, reason=reason, repair_seconds=2 * settings.lease_seconds)
+    return RouteCounts(cancelled=int(ended))
+
+
+def _reason(payload: bytes | None) -> str | None:
+    """Return the reason in a cancel's payload. Whatever else stands there must not keep a run from being cancelled."""
+    try:
+        found = json.loads(payload or b"null")
+    except (ValueError, RecursionError):
+        return None
+    reason = found.get("reason") if isinstance(found, dict) else None
+    if not isinstance(reason, str):
+        return None
+    return reason.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_REASON]
