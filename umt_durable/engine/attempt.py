@@ -1,0 +1,180 @@
+"""One attempt: the grant of a run in this process, its proofs, and its fenced writes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from umt_durable import telemetry
+from umt_durable.clock import boottime
+from umt_durable.database import Connection, Database
+from umt_durable.engine.exits import Abandoned, Canceled
+from umt_durable.errors import DatabaseUnavailableError
+from umt_durable.records import Grant
+from umt_durable.services.lease import Lease
+from umt_durable.states import AttemptOutcome
+from umt_durable.store import attempts, journal, runs
+from umt_durable.store.guard import Guard
+
+T = TypeVar("T")
+
+PROOF_SECONDS = 0.1
+"""How old the database's word may be when a body is entered (I7)."""
+
+
+class Abort:
+    """Tells a body in flight that it should stop, and why: `cancel`, `lease_lost` or `shutdown`."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.reason: str | None = None
+
+    def set(self, reason: str) -> None:
+        """Ask the body to stop; the first reason stays."""
+        if self.reason is None:
+            self.reason = reason
+        self._event.set()
+
+    def is_set(self) -> bool:
+        """Say whether the body was asked to stop."""
+        return self._event.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to that long for the request to stop; say whether it came."""
+        return self._event.wait(seconds)
+
+    def raise_if_set(self) -> None:
+        """Leave the body if it was asked to stop."""
+        if self._event.is_set():
+            raise exit_for(self.reason or "shutdown")
+
+
+def exit_for(reason: str) -> Canceled | Abandoned:
+    """Return how a body ends that was asked to stop."""
+    return Canceled("cancelled") if reason == "cancel" else Abandoned(reason, fenced=False)
+
+
+class Attempt:
+    """The grant of one run.
+
+    Keeps: I5 (every write goes through the store's fenced statements), I7 (no body is entered without a proof younger
+    than PROOF_SECONDS, its age counted from before its statement was sent).
+    """
+
+    def __init__(self, database: Database, lease: Lease, grant: Grant, *, sent: float) -> None:
+        self.token = grant.token
+        self.signal = Abort()
+        self._database = database
+        self._lease = lease
+        # After a crash without progress the step that kills must be named, so each body asks for its grant first.
+        self._explicit = grant.crashes > 0
+        self._proof: float | None = None if grant.cancel else sent
+        self._running: tuple[journal.Entry, float] | None = None
+
+    def abort(self, reason: str) -> None:
+        """Ask the body to stop; called by the thread that renews the lease."""
+        self.signal.set(reason)
+
+    def running(self) -> tuple[journal.Entry, float] | None:
+        """Return the step whose body is being executed and since when, by `boottime`."""
+        return self._running
+
+    def is_fresh(self) -> bool:
+        """Say whether the last proof still allows a body to be entered or an interim state to be stored."""
+        return (
+            self._proof is not None
+            and boottime() - self._proof <= PROOF_SECONDS
+            and self._lease.alive()
+            and not self.signal.is_set()
+        )
+
+    def write(self, work: Callable[[Guard], T], *, cancel: Callable[[T], bool]) -> T:
+        """Run one fenced statement whose reply says whether a cancel is pending, and take it as the new proof.
+
+        Errors: Abandoned when the reply is None, the fenced answer; Canceled is left to the caller.
+        """
+        sent, reply = self._ask(work)
+        if reply is None:
+            telemetry.count(telemetry.Counter.FENCED_WRITE)
+            raise Abandoned("the grant of this run has ended", fenced=True)
+        self._proof = None if cancel(reply) else sent
+        return reply
+
+    def prove(self) -> None:
+        """Ask until a fresh proof is in hand.
+
+        Errors: Canceled, Abandoned.
+        """
+        while not self.is_fresh():
+            self.signal.raise_if_set()
+            self._must_be_alive()
+            if self.write(runs.prove, cancel=bool):
+                raise Canceled("cancelled")
+
+    def enter(self, entry: journal.Entry, *, explicit: bool = False) -> None:
+        """Return with the right to enter the body of a step now.
+
+        Errors: Canceled, Abandoned.
+        """
+        asked = not (explicit or self._explicit)
+        while not (asked and self.is_fresh()):
+            self.signal.raise_if_set()
+            self._must_be_alive()
+            if self.write(lambda guard: journal.start(guard, entry), cancel=bool):
+                raise Canceled("cancelled")
+            asked = True
+        self._running = (entry, boottime())
+
+    def progressed(self) -> None:
+        """Note that a step was committed by other means; its reply was no proof."""
+        self._proof, self._explicit = None, False
+
+    def leave(self) -> None:
+        """Record that no body is being executed."""
+        self._running = None
+
+    def commit(self, work: Callable[[Guard], bool | None], key: str) -> None:
+        """Commit the outcome of a step by a fenced statement; after a lost reply look whether it was ours (I24).
+
+        Errors: Abandoned when the grant had ended: nothing was written.
+        """
+        sent, reply = self._ask(work)
+        if reply is None:
+            if self._database.do(lambda conn: journal.look(Guard(conn, self.token), key)) is None:
+                telemetry.count(telemetry.Counter.FENCED_WRITE)
+                raise Abandoned("the outcome of a step was refused: the grant of this run has ended", fenced=True)
+            self._proof = None
+        else:
+            self._proof = None if reply else sent
+        self._explicit = False
+
+    def end(self, work: Callable[[Guard], T], *, ended_as: tuple[AttemptOutcome, ...]) -> T | None:
+        """End the grant by a fenced statement: its reply, or None when a lost reply turns out to have been ours.
+
+        Errors: Canceled when a cancel is pending, Abandoned when the grant had ended otherwise.
+        """
+        _, reply = self._ask(work)
+        if reply is not None and reply is not False:
+            return reply
+        outcome = self._database.do(lambda conn: attempts.look(Guard(conn, self.token)))
+        if outcome in ended_as:
+            return None
+        if outcome is None and self.write(runs.prove, cancel=bool):
+            raise Canceled("cancelled")
+        telemetry.count(telemetry.Counter.FENCED_WRITE)
+        raise Abandoned("the grant of this run has ended", fenced=True)
+
+    def _ask(self, work: Callable[[Guard], T]) -> tuple[float, T]:
+        def once(conn: Connection) -> tuple[float, T]:
+            sent = boottime()  # a repeat is sent anew, and its reply is a proof of its own age
+            return sent, work(Guard(conn, self.token))
+
+        try:
+            return self._database.do(once)
+        except DatabaseUnavailableError as error:
+            raise Abandoned(str(error), fenced=False) from error
+
+    def _must_be_alive(self) -> None:
+        if not self._lease.alive():
+            raise Abandoned("lease_lost", fenced=False)

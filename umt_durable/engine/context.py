@@ -1,0 +1,155 @@
+"""What a durable body is given: the run it is, its steps, and the request to stop."""
+
+from __future__ import annotations
+
+import logging
+import random
+import uuid
+from collections.abc import Mapping, MutableMapping
+from contextvars import ContextVar
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from umt_durable.engine.attempt import Abort
+from umt_durable.errors import DurableError
+from umt_durable.redaction import RedactingFilter
+
+if TYPE_CHECKING:
+    from umt_durable.engine.passing import Pass
+    from umt_durable.engine.steps import Steps
+
+NAMESPACE = uuid.UUID("0e0c4c0e-54a4-5a6e-9a0e-3d3b5f3f6a51")
+"""The namespace of every id derived from a run; it never changes."""
+
+_current: ContextVar[TaskContext | None] = ContextVar("umt_durable.context", default=None)
+
+logger = logging.getLogger("umt_durable.task")
+logger.addFilter(RedactingFilter())
+
+
+class AttemptToken(NamedTuple):
+    """The run and the fence of this attempt. Downstream may compare fences of one run: the larger one is newer."""
+
+    run_id: str
+    fence: int
+
+
+class ReplayLogger(logging.LoggerAdapter[logging.Logger]):
+    """Logs with the run's fields, and nothing while recorded steps are replayed: those lines were logged before."""
+
+    def __init__(self, log: logging.Logger, the_pass: Pass) -> None:
+        super().__init__(log, {"run": the_pass.run_id, "attempt": the_pass.failures + 1})
+        self._pass = the_pass
+
+    def isEnabledFor(self, level: int) -> bool:
+        """Say whether a record of this level would be logged now."""
+        return not self._pass.is_replaying and super().isEnabledFor(level)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Add the run's fields to a record."""
+        kwargs["extra"] = {**(self.extra or {}), **kwargs.get("extra", {})}
+        return msg, kwargs
+
+
+class TaskContext:
+    """The context of one pass through a durable body.
+
+    Every method may leave the body by an exit that `except Exception` does not catch; after one, each further call
+    leaves the same way.
+    """
+
+    def __init__(self, the_pass: Pass, steps: Steps) -> None:
+        self._pass = the_pass
+        self.step = steps
+        """The steps this body can call."""
+        self.logger = ReplayLogger(logger, the_pass)
+        """A logger that redacts secrets and is silent on replay."""
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, which is its Celery task id."""
+        return self._pass.run_id
+
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits that stay the same through all attempts of the run."""
+        return uuid.uuid5(NAMESPACE, f"trace/{self._pass.run_id}").hex
+
+    @property
+    def input(self) -> Mapping[str, Any]:
+        """The arguments of the run, validated, by parameter name."""
+        return self._pass.input
+
+    @property
+    def priority(self) -> int | None:
+        """The run's priority; higher is sooner."""
+        return self._pass.priority
+
+    @property
+    def version(self) -> int:
+        """The version of the task that this run is pinned to."""
+        return self._pass.version
+
+    @property
+    def attempt(self) -> int:
+        """1 and the number of failures of the run; crashes and wake-ups do not count."""
+        return self._pass.failures + 1
+
+    @property
+    def attempt_token(self) -> AttemptToken:
+        """The fencing token of this execution, new at each one."""
+        return AttemptToken(self._pass.run_id, self._pass.attempt.token.fence)
+
+    @property
+    def idempotency_key(self) -> str:
+        """The key to hand to a provider from inside a step's body: the same for all attempts of that step.
+
+        Errors: DurableError outside a step, where no one effect is meant.
+        """
+        running = self._pass.attempt.running()
+        if running is None:
+            raise DurableError("ctx.idempotency_key belongs to the step being executed; there is none here")
+        return str(uuid.uuid5(NAMESPACE, f"{self._pass.run_id}/{self._pass.nesting}/{running[0].key}"))
+
+    @property
+    def abort(self) -> Abort:
+        """Set when the body should stop: `abort.reason` is `cancel`, `lease_lost` or `shutdown`."""
+        return self._pass.attempt.signal
+
+    def throw_if_canceled(self) -> None:
+        """Leave the body if a cancel was asked for or the lease was lost."""
+        self._pass.check()
+
+    def now(self) -> datetime:
+        """Return the database's time, the same at each replay."""
+        value = self.step.value("ctx.now", self._pass.database_now, datetime)
+        assert isinstance(value, datetime)
+        return value
+
+    def uuid(self) -> uuid.UUID:
+        """Return a random UUID, the same at each replay."""
+        value = self.step.value("ctx.uuid", uuid.uuid4, uuid.UUID)
+        assert isinstance(value, uuid.UUID)
+        return value
+
+    def random(self) -> float:
+        """Return a random number from 0 to 1, the same at each replay."""
+        value = self.step.value("ctx.random", random.random, float)
+        assert isinstance(value, float)
+        return value
+
+
+def current_context() -> TaskContext:
+    """Return the context of the durable body that is being executed here.
+
+    Errors: DurableError outside one.
+    """
+    context = _current.get()
+    if context is None:
+        raise DurableError("no durable task is being executed here")
+    return context
+
+
+def has_context() -> bool:
+    """Say whether a durable body is being executed here."""
+    return _current.get() is not None

@@ -1,0 +1,36 @@
+"""How a pass through a body ends early. These are no errors: they derive from `BaseException`, so that a task's own
+`except Exception` cannot swallow them, and a pass that raised one raises it again at every further call of its context.
+"""
+
+from __future__ import annotations
+
+from umt_durable.states import RunState
+
+
+class Exit(BaseException):
+    """Leave the body; raised by the context, caught by the executor, seen by nobody else."""
+
+
+class Suspended(Exit):
+    """The run is parked: the database has it, the worker is free."""
+
+    def __init__(self, state: RunState, until: str) -> None:
+        self.state = state
+        self.until = until
+        super().__init__(f"{state} {until}")
+
+
+class Canceled(Exit):
+    """A cancel is pending; no further body is entered."""
+
+
+class Abandoned(Exit):
+    """This process may not go on with the run.
+
+    Shape: `fenced` says that the database refused the grant; otherwise the process gives it up by itself.
+    """
+
+    def __init__(self, reason: str, *, fenced: bool) -> None:
+        self.reason = reason
+        self.fenced = fenced
+        super().__init__(reason)

@@ -1,0 +1,95 @@
+"""Which durable tasks this process has, in which versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from umt_durable.codec import InputSchema, return_annotation
+from umt_durable.engine.failures import ExceptionRegistry
+from umt_durable.engine.retry import RetryPolicy
+from umt_durable.errors import DefinitionError, DuplicateTaskError, UnknownTaskError
+
+MAX_NAME = 255
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDefinition:
+    """One version of a durable task.
+
+    Shape: `body` takes the context first when `takes_context`; `schema` validates and types its other arguments;
+    `function` is what was written, whose return annotation types the results.
+    Units: `limit_seconds` is the attempt's own deadline; None is none.
+    """
+
+    name: str
+    version: int
+    body: Callable[..., Any]
+    schema: InputSchema
+    function: Callable[..., Any]
+    takes_context: bool = True
+    retry: RetryPolicy = field(default_factory=lambda: RetryPolicy.NONE)
+    limit_seconds: float | None = None
+    raises: tuple[type[Exception], ...] = ()
+    owner: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name or len(self.name) > MAX_NAME or "\0" in self.name or "@" in self.name:
+            raise DefinitionError(f"{self.name!r} is no task name: 1 to {MAX_NAME} characters, no '@'")
+        if self.version < 1:
+            raise DefinitionError(f"{self.name}: versions count from 1, not {self.version}")
+
+    @property
+    def result(self) -> object:
+        """Return the annotation results are typed by; resolved late: its class may be defined further down."""
+        return return_annotation(self.function)
+
+
+class TaskRegistry:
+    """The durable tasks of one process, by name and version."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, dict[int, TaskDefinition]] = {}
+        self.exceptions = ExceptionRegistry()
+
+    def add(self, definition: TaskDefinition) -> None:
+        """Register a version of a task.
+
+        Errors: DuplicateTaskError names both owners.
+        """
+        versions = self._tasks.setdefault(definition.name, {})
+        known = versions.get(definition.version)
+        if known is not None and known.owner != definition.owner:
+            raise DuplicateTaskError(
+                f"{definition.name}@{definition.version} is declared by {known.owner} and by {definition.owner}"
+            )
+        versions[definition.version] = definition
+        self.exceptions.add(*definition.raises, *definition.retry.exception_types)
+
+    def has(self, name: str, version: int | None = None) -> bool:
+        """Say whether a task (in a version) is registered."""
+        versions = self._tasks.get(name, {})
+        return bool(versions) if version is None else version in versions
+
+    def get(self, name: str, version: int | None = None) -> TaskDefinition:
+        """Return a task's definition: the highest version unless one is named.
+
+        Errors: UnknownTaskError.
+        """
+        versions = self._tasks.get(name)
+        if not versions or (version is not None and version not in versions):
+            raise UnknownTaskError(name if version is None else f"{name}@{version}", self.declared())
+        return versions[max(versions) if version is None else version]
+
+    def versions(self, name: str) -> list[int]:
+        """Return the registered versions of a task, the lowest first."""
+        return sorted(self._tasks.get(name, ()))
+
+    def declared(self) -> list[str]:
+        """Return what a worker with this registry can take: `task` and `task@version` for each."""
+        names = list(self._tasks)
+        return sorted(names + [f"{name}@{version}" for name in names for version in self._tasks[name]])
+
+    def __iter__(self) -> Iterator[TaskDefinition]:
+        return (definition for versions in self._tasks.values() for definition in versions.values())

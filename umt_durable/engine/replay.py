@@ -1,0 +1,168 @@
+"""Which recorded step answers a call, on replay. Pure: it works on journal entries that were read before.
+
+A step is known by its key: its name, and either the key the caller gave or which call of that name it is in this pass.
+With the kind and a fingerprint of the inputs that decides whether the code asks for what was recorded. Inserting and
+appending steps is allowed; a renamed step shows as an orphan, other inputs or another kind under the same key as a
+NonDeterminismError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+from uuid import UUID
+
+from umt_durable.errors import DecodingError, DefinitionError, JournalCorruptError, NonDeterminismError
+from umt_durable.records import StepEntry
+
+MAX_KEY_BYTES: Final = 1000
+
+_SPECIAL = re.compile(r"[\\#\[]")
+_FORM = re.compile(r"(?P<name>(?:\\[\\#\[]|[^\\#\[])+)(?:#(?P<occurrence>[1-9][0-9]*)|\[(?P<key>.*)\])?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """The identity of a step in its run.
+
+    Shape: written as `charge` (first call), `charge#2` (second call) or `charge[A-17]` (explicit key). A backslash
+    stands before each backslash, `#` and `[` of the name, so that no two keys are written alike.
+    """
+
+    name: str
+    key: str | None = None
+    occurrence: int = 1
+
+    @property
+    def text(self) -> str:
+        """Give the key as the journal stores it.
+
+        Errors: DefinitionError when the journal could not store it.
+        """
+        if not self.name:
+            raise DefinitionError("a step needs a name")
+        name = _SPECIAL.sub(r"\\\g<0>", self.name)
+        if self.key is not None:
+            text = f"{name}[{self.key}]"
+        else:
+            text = name if self.occurrence == 1 else f"{name}#{self.occurrence}"
+        return _storable(text)
+
+    @classmethod
+    def parse(cls, text: str) -> StepKey:
+        """Read a key from the journal.
+
+        Errors: DecodingError when no step key is written like this.
+        """
+        found = _FORM.fullmatch(text)
+        if found is None or found["occurrence"] == "1":
+            raise DecodingError(f"{text!r} is not the key of a step")
+        name = re.sub(r"\\(.)", r"\1", found["name"], flags=re.DOTALL)
+        return cls(name, found["key"], int(found["occurrence"] or 1))
+
+
+class KeyMaker:
+    """Gives the calls of one pass their keys.
+
+    Only explicit keys may be made from several threads: the order of threads is not the same on replay.
+    """
+
+    def __init__(self) -> None:
+        self._calls: Counter[str] = Counter()
+        self._explicit: dict[str, object] = {}
+
+    def make(self, name: str, key: str | int | UUID | None = None) -> str:
+        """Give the journal key of the next call of this name.
+
+        Errors: DefinitionError when an explicit key comes a second time in this pass: the second call would be given
+        the result of the first.
+        """
+        if key is None:
+            self._calls[name] += 1
+            return StepKey(name, None, self._calls[name]).text
+        text = StepKey(name, _key_text(name, key)).text
+        mine = object()
+        # One atomic call: two threads that come with the same key must not both find it new.
+        if self._explicit.setdefault(text, mine) is not mine:
+            raise DefinitionError(f"step {name!r} was called twice with the key {str(key)!r} in one pass")
+        return text
+
+
+class Journal:
+    """The recorded steps of a run, as one pass asks for them."""
+
+    def __init__(self, entries: Iterable[StepEntry] = ()) -> None:
+        self._entries = {entry.key: entry for entry in entries}
+        self._asked: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    @property
+    def last_seq(self) -> int:
+        """Give the highest sequence number recorded, 0 when nothing is."""
+        return max((entry.seq for entry in self._entries.values()), default=0)
+
+    def lookup(self, key: str, kind: str, fingerprint: bytes | None) -> StepEntry | None:
+        """Find what is recorded for a call, or None when the step is new.
+
+        A fingerprint is compared only where both sides have one: with an explicit key the inputs may be such that none
+        can be made.
+        Errors: NonDeterminismError when another kind or other inputs are recorded; JournalCorruptError when the
+        recorded result does not match its digest.
+        """
+        self._asked.add(key)
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if entry.kind != kind or (
+            fingerprint is not None and entry.fingerprint is not None and entry.fingerprint != fingerprint
+        ):
+            raise NonDeterminismError(_describe(key, entry.kind, entry.fingerprint), _describe(key, kind, fingerprint))
+        if entry.result is not None and entry.digest is not None and _digest(entry.result) != entry.digest:
+            raise JournalCorruptError(f"the recorded result of step {key!r} does not match its digest")
+        return entry
+
+    def add(self, entry: StepEntry) -> None:
+        """Take in what this pass recorded."""
+        self._entries[entry.key] = entry
+        self._asked.add(entry.key)
+
+    def orphans(self) -> tuple[StepEntry, ...]:
+        """Give the recorded steps that this pass has not asked for, in the order they were recorded."""
+        left = [entry for key, entry in self._entries.items() if key not in self._asked]
+        return tuple(sorted(left, key=lambda entry: entry.seq))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _describe(key: str, kind: str, fingerprint: bytes | None) -> str:
+    inputs = "" if fingerprint is None else f" with inputs {fingerprint.hex()[:12]}"
+    return f"the {kind} step {key!r}{inputs}"
+
+
+def _key_text(name: str, key: object) -> str:
+    if isinstance(key, bool) or not isinstance(key, str | int | UUID):
+        raise DefinitionError(f"the key of step {name!r} must be text, a whole number or a UUID")
+    return str(key)
+
+
+def _storable(text: str) -> str:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise DefinitionError(f"the step key {text!r} holds a lone surrogate") from error
+    if size > MAX_KEY_BYTES:
+        raise DefinitionError(f"the step key {text[:40]!r}… is longer than {MAX_KEY_BYTES} bytes")
+    if "\x00" in text:
+        raise DefinitionError(f"the step key {text!r} holds U+0000")
+    return text
