@@ -1,0 +1,125 @@
+"""Durable tasks for Celery: journaled steps in Postgres that survive crashes, deploys and a lost broker.
+
+Importing this package imports neither Celery nor a database driver and starts nothing: each name is loaded when it is
+first used. `app` is a Celery app made by this library, for `celery -A umt_durable worker`, and `durable` is its
+`Durable`; both are made at first use, and read their configuration later still.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from umt_durable.bridge.app import app, durable
+    from umt_durable.bridge.durable import Durable
+    from umt_durable.bridge.engine_port import OutboxRelay, TaskEngine, create_default_registry, define_task
+    from umt_durable.bridge.task import DurableTask
+    from umt_durable.engine.client import History
+    from umt_durable.engine.context import TaskContext, current_context
+    from umt_durable.engine.registry import TaskDefinition, TaskRegistry
+    from umt_durable.engine.retry import RetryAfter, RetryPolicy
+    from umt_durable.engine.waiting import Fact
+    from umt_durable.errors import (
+        AutocommitError,
+        BrokerUnavailableError,
+        ConfigurationError,
+        DatabaseUnavailableError,
+        DecodingError,
+        DefinitionError,
+        DuplicateTaskError,
+        DurableError,
+        EmbeddedError,
+        EncodingError,
+        FactTimeoutError,
+        FencingError,
+        IdempotencyConflictError,
+        InputError,
+        NonDeterminismError,
+        NonRetryableError,
+        SchemaError,
+        StepFailedError,
+        UnknownRunError,
+        UnknownTaskError,
+    )
+    from umt_durable.migrate import migrate_engine_schema
+    from umt_durable.records import Run
+    from umt_durable.settings import Settings
+    from umt_durable.states import RunState
+
+__all__ = [
+    "AutocommitError",
+    "BrokerUnavailableError",
+    "ConfigurationError",
+    "DatabaseUnavailableError",
+    "DecodingError",
+    "DefinitionError",
+    "DuplicateTaskError",
+    "Durable",
+    "DurableError",
+    "DurableTask",
+    "EmbeddedError",
+    "EncodingError",
+    "Fact",
+    "FactTimeoutError",
+    "FencingError",
+    "History",
+    "IdempotencyConflictError",
+    "InputError",
+    "NonDeterminismError",
+    "NonRetryableError",
+    "OutboxRelay",
+    "RetryAfter",
+    "RetryPolicy",
+    "Run",
+    "RunState",
+    "SchemaError",
+    "Settings",
+    "StepFailedError",
+    "TaskContext",
+    "TaskDefinition",
+    "TaskEngine",
+    "TaskRegistry",
+    "UnknownRunError",
+    "UnknownTaskError",
+    "app",
+    "create_default_registry",
+    "current_context",
+    "define_task",
+    "durable",
+    "migrate_engine_schema",
+]
+
+_HOMES: Final = {
+    "bridge.app": ("app", "durable"),
+    "bridge.durable": ("Durable",),
+    "bridge.engine_port": ("OutboxRelay", "TaskEngine", "create_default_registry", "define_task"),
+    "bridge.task": ("DurableTask",),
+    "engine.client": ("History",),
+    "engine.context": ("TaskContext", "current_context"),
+    "engine.registry": ("TaskDefinition", "TaskRegistry"),
+    "engine.retry": ("RetryAfter", "RetryPolicy"),
+    "engine.waiting": ("Fact",),
+    "migrate": ("migrate_engine_schema",),
+    "records": ("Run",),
+    "settings": ("Settings",),
+    "states": ("RunState",),
+}
+_HOME_OF: Final = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("umt-durable")
+    elif name in _HOME_OF or name in __all__:
+        value = getattr(import_module(f"{__name__}.{_HOME_OF.get(name, 'errors')}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,262 @@
+"""`durable status|runs|show|signal|cancel`: look at runs, and tell them something.
+
+No payload is shown unless it is asked for.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, Final
+
+import click
+
+from umt_durable import codec
+from umt_durable.bridge.console import Section, emit, json_option, say
+from umt_durable.bridge.durable import Durable
+from umt_durable.bridge.project import project_of
+from umt_durable.engine import failures
+from umt_durable.engine.client import MAX_PAGE, History
+from umt_durable.errors import DecodingError, UnknownTaskError
+from umt_durable.records import Run, StepEntry, WaitEntry
+from umt_durable.redaction import redact
+from umt_durable.states import RunState
+from umt_durable.store import diagnosis, outbox, workers
+
+Document = dict[str, Any]
+
+HIDDEN: Final = ("args", "result", "error", "digest", "fingerprint", "payload", "codec")
+
+
+@click.command()
+@json_option
+@click.pass_context
+def status(ctx: click.Context, as_json: bool) -> None:
+    """Count runs by state, the outbox, live workers, and what all processes counted.
+
+    Blocked are the ready runs that no live worker can take.
+    """
+    durable = _checked(ctx)
+    database = durable.database
+    counts = durable.client.counts()
+    pending, dead, oldest = database.do(outbox.status)
+    live = [worker for worker in database.do(workers.recent) if worker.live]
+    document: Document = {
+        "schema": durable.settings.schema,
+        "runs": {state: counts.get(state, 0) for state in (*RunState, "paused")},
+        "blocked": sum(group.runs for group in database.do(diagnosis.blocked)),
+        "outbox": {"pending": pending, "dead": dead, "oldest_seconds": round(oldest, 3)},
+        "workers": [asdict(worker) for worker in live],
+        "counters": database.do(workers.sum_counters),
+    }
+    sections = [
+        Section("runs", ("state", "runs"), _counted({**document["runs"], "blocked": document["blocked"]})),
+        Section("outbox", ("", "rows"), [("pending", pending), ("dead", dead), ("oldest_seconds", oldest)]),
+        Section("worker", ("process", "since", "declares"), [_worker_row(worker) for worker in live]),
+        Section("counter", ("", "all processes"), _counted(document["counters"])),
+    ]
+    emit(document, sections, as_json=as_json)
+
+
+@click.command()
+@click.option("--task", metavar="NAME", help="Only runs of this task.")
+@click.option(
+    "--state", "states", multiple=True, type=click.Choice([str(state) for state in RunState]), help="May be repeated."
+)
+@click.option("--ref", metavar="REF", help="Only runs with this business key.")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, MAX_PAGE))
+@click.option("--before", metavar="NO", type=int, help="The page after the run with this number.")
+@json_option
+@click.pass_context
+def runs(
+    ctx: click.Context,
+    task: str | None,
+    states: Sequence[str],
+    ref: str | None,
+    limit: int,
+    before: int | None,
+    as_json: bool,
+) -> None:
+    """List runs, the newest first.
+
+    Cells: number, id, task@version, state, reference, failures, crashes, queue, created at, due at. The number of the
+    last run is what --before takes to go on.
+    """
+    durable = _checked(ctx, tasks=True)
+    found = durable.client.list(task=task, states=states or None, ref=ref, before=before, limit=limit)
+    if not found and task is not None and not durable.has_task(task) and not durable.client.list(task=task, limit=1):
+        raise UnknownTaskError(task, durable.tasks.declared())
+    columns = ("no", "id", "task", "state", "ref", "failures", "crashes", "queue", "created", "due")
+    document = {
+        "runs": [_run_document(run) for run in found],
+        "before": found[-1].no if len(found) == limit else None,
+    }
+    emit(document, [Section("run", columns, [_run_row(run) for run in found])], as_json=as_json)
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN")
+@click.option("--payloads", is_flag=True, help="Show arguments, results and facts too, secrets masked by their names.")
+@json_option
+@click.pass_context
+def show(ctx: click.Context, run_id: str, payloads: bool, as_json: bool) -> None:
+    """Show what happened to a run: its attempts, steps, waits and last error."""
+    durable = _checked(ctx)
+    history = durable.client.history(run_id)
+    document = _history_document(durable, history, payloads=payloads)
+    emit(document, _history_sections(document), as_json=as_json)
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN")
+@click.argument("name")
+@click.argument("payload", required=False, metavar="[JSON]")
+@click.option("--dedupe", metavar="KEY", help="Saying it again with the same key changes nothing.")
+@json_option
+@click.pass_context
+def signal(ctx: click.Context, run_id: str, name: str, payload: str | None, dedupe: str | None, as_json: bool) -> None:
+    """Say the fact NAME to a run, with a payload if one is given, and print the id of the fact."""
+    value = None
+    if payload is not None:
+        try:
+            value = json.loads(payload)
+        except ValueError as error:
+            raise click.BadParameter(f"{error}. Text needs quotes of its own: '\"yes\"'", param_hint="JSON") from None
+    fact = _checked(ctx).client.signal(run_id, name, value, actor=_actor(), dedupe=dedupe)
+    emit({"run": run_id, "name": name, "fact": fact}, [Section("fact", ("fact",), [(fact,)])], as_json=as_json)
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN")
+@click.option("--reason", metavar="TEXT", help="Kept with the run.")
+@json_option
+@click.pass_context
+def cancel(ctx: click.Context, run_id: str, reason: str | None, as_json: bool) -> None:
+    """Ask that a run end as cancelled.
+
+    A parked or waiting run ends at once, a running one at its next step; a run that has ended stays as it is.
+    """
+    durable = _checked(ctx)
+    before = durable.client.get(run_id)
+    if before.state.is_terminal:
+        emit(_run_document(before), [], as_json=True) if as_json else say(f"{run_id} has ended before: {before.state}")
+        return
+    durable.client.cancel(run_id, reason=reason, actor=_actor())
+    run = durable.client.get(run_id)
+    if as_json:
+        emit(_run_document(run), [], as_json=True)
+    else:
+        say(f"{run_id} {run.state}" if run.state.is_terminal else f"{run_id} {run.state}, will end at its next step")
+
+
+def _checked(ctx: click.Context, *, tasks: bool = False) -> Durable:
+    """Return the project's `Durable`, once its database answers with the schema of this code."""
+    durable = project_of(ctx).durable(tasks=tasks)
+    durable.check_schema()
+    return durable
+
+
+def _actor() -> str:
+    try:
+        return f"cli:{getpass.getuser()}"
+    except (OSError, KeyError):  # a user id without a name
+        return "cli"
+
+
+def _counted(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return [(str(name), number) for name, number in counts.items() if number]
+
+
+def _worker_row(worker: Any) -> tuple[object, ...]:
+    declared = [version for version in worker.versions if "@" in version]
+    return f"{worker.host}:{worker.pid}", worker.started_at, " ".join(declared) or "-"
+
+
+def _task_of(run: Run) -> str:
+    return run.task if run.version is None else f"{run.task}@{run.version}"
+
+
+def _state_of(run: Run) -> str:
+    marks = [f"({run.reason})" if run.reason else "", "paused" if run.paused_at else ""]
+    asked = "cancel asked" if run.cancel_at and not run.state.is_terminal else ""
+    return " ".join(filter(None, [str(run.state), *marks, asked]))
+
+
+def _run_row(run: Run) -> tuple[object, ...]:
+    return (
+        *(run.no, run.id, _task_of(run), _state_of(run), run.ref, run.failures, run.crashes, run.queue),
+        *(run.created_at, run.wake_at),
+    )
+
+
+def _run_document(run: Run) -> Document:
+    return _visible(run)
+
+
+def _visible(record: Any) -> Document:
+    """Return the fields of a record that are no payload and no token."""
+    return {field.name: getattr(record, field.name) for field in fields(record) if field.name not in HIDDEN}
+
+
+def _history_document(durable: Durable, history: History, *, payloads: bool) -> Document:
+    run = history.run
+    failure = durable.client.failure(run)
+    document: Document = {
+        "run": _run_document(run),
+        "error": None if failure is None else failure.summary,
+        "attempts": [_visible(attempt) | {"error": attempt.error} for attempt in history.attempts],
+        "steps": [_step_document(step, run.codec, payloads=payloads) for step in history.steps],
+        "waits": [_wait_document(wait, payloads=payloads) for wait in history.waits],
+    }
+    if payloads:
+        stored = durable.database.do(lambda conn: diagnosis.arguments(conn, run.no))
+        document["run"] |= {"input": _shown(*stored) if stored else None, "result": _shown(run.result, run.codec)}
+        document["traceback"] = None if failure is None else failure.traceback
+    return document
+
+
+def _step_document(step: StepEntry, kind: int, *, payloads: bool) -> Document:
+    error = None if step.error is None else failures.from_bytes(step.error).summary
+    shown = {"result": _shown(step.result, kind)} if payloads else {}
+    return {name: value for name, value in _visible(step).items() if name not in ("due", "age_seconds")} | {
+        "error": error,
+        **shown,
+    }
+
+
+def _wait_document(wait: WaitEntry, *, payloads: bool) -> Document:
+    shown = {"payload": _shown(wait.payload)} if payloads else {}
+    return {name: value for name, value in _visible(wait).items() if name != "due"} | shown
+
+
+def _shown(data: bytes | None, kind: int = codec.Codec.JSON) -> object:
+    """Return a stored value for a person's eyes: as plain JSON, with what its names say is secret masked."""
+    if data is None:
+        return None
+    try:
+        return redact(codec.decode(data, codec.EMPTY, kind))
+    except DecodingError:
+        return f"<{len(data)} bytes that cannot be read>"
+
+
+def _history_sections(document: Document) -> list[Section]:
+    run = {**document["run"], "error": document["error"]}
+    if document.get("traceback"):
+        run["traceback"] = document["traceback"]
+    return [
+        Section("run", ("", ""), [(name, value) for name, value in run.items() if value is not None]),
+        _section("attempt", document["attempts"], ("fence", "outcome", "claimed_at", "ended_at", "worker", "error")),
+        _section(
+            "step",
+            document["steps"],
+            ("seq", "key", "kind", "state", "failures", "started_at", "finished_at", "wake_at", "error", "result"),
+        ),
+        _section("wait", document["waits"], ("seq", "key", "name", "state", "deadline", "settled_at", "payload")),
+    ]
+
+
+def _section(title: str, entries: list[Document], columns: Sequence[str]) -> Section:
+    shown = [column for column in columns if not entries or column in entries[0]]
+    return Section(title, shown, [[entry[column] for column in shown] for entry in entries])

@@ -1,0 +1,143 @@
+"""What the commands print: tables for people on a terminal, tab-separated lines or one JSON document for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import UUID
+
+import click
+
+from umt_durable.redaction import redact_text
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table: its title, the names of its columns, and its rows."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
+def json_option(command: F) -> F:
+    """Give a command the option `--json`, as the parameter `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
+
+
+def emit(document: object, sections: Iterable[Section], *, as_json: bool) -> None:
+    """Print a document, or the sections that show it.
+
+    Shape: without a terminal each row is a line of cells divided by tabs; where there are several sections, the first
+    cell is the title of the section.
+    """
+    if as_json:
+        click.echo(json.dumps(document, indent=2, default=_plain))
+    elif sys.stdout.isatty():
+        _emit_tables(list(sections))
+    else:
+        shown = list(sections)
+        for section in shown:
+            head = [section.title] if len(shown) > 1 else []
+            for row in section.rows:
+                click.echo("\t".join([*head, *map(cell, row)]))
+
+
+def say(text: str) -> None:
+    """Print one line, whatever stands in the values that are part of it."""
+    click.echo(_safe(text))
+
+
+def cell(value: object) -> str:
+    """Return a value as the text of one cell: times in UTC to the second, nothing that could steer a terminal."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.1f}"
+        case datetime():
+            return value.astimezone(tz=UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        case timedelta():
+            return str(value)
+        case dict() | list():
+            return _safe(json.dumps(value, default=_plain))
+        case _:
+            return _safe(str(value))
+
+
+def one_line(text: str) -> str:
+    """Return a text without line breaks and without what could steer a terminal."""
+    return _safe(" ".join(part.strip() for part in text.splitlines() if part.strip()))
+
+
+def blame(error: Exception) -> str:
+    """Return what a module of the user's raised, and where, in one line without secrets."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(Path.cwd())] or frames
+    place = f"{own[-1].filename}:{own[-1].lineno}"
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename}:{error.lineno}"
+    return one_line(redact_text(f"{type(error).__name__}: {error} ({place})"))
+
+
+def _emit_tables(sections: list[Section]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    filled = [section for section in sections if section.rows]
+    if not filled:
+        console.print("none")
+    for section in filled:
+        table = Table(title=section.title if len(sections) > 1 else None, title_justify="left", box=box.SIMPLE_HEAD)
+        for column in section.columns:
+            table.add_column(column, overflow="fold")
+        for row in section.rows:
+            table.add_row(*(Text(cell(value), style=_style(value)) for value in row))
+        console.print(table)
+
+
+def _style(value: object) -> str:
+    styles = {
+        "ok": "green",
+        "succeeded": "green",
+        "warn": "yellow",
+        "quarantined": "yellow",
+        "fail": "bold red",
+        "failed": "red",
+        "lost": "red",
+        "cancelled": "dim",
+    }
+    return styles.get(str(value), "") if isinstance(value, str) else ""
+
+
+def _safe(text: str) -> str:
+    return "".join(char if char.isprintable() else _escape(char) for char in text)
+
+
+def _escape(char: str) -> str:
+    return {"\t": "\\t", "\n": "\\n", "\r": "\\r"}.get(char, f"\\x{ord(char):02x}")
+
+
+def _plain(value: object) -> object:
+    """Return what JSON can hold in the place of a value."""
+    match value:
+        case datetime():
+            return value.astimezone(tz=UTC).isoformat().replace("+00:00", "Z")
+        case UUID() | Enum():
+            return str(value)
+        case _:
+            return repr(value)

@@ -1,0 +1,135 @@
+"""One delivery, between Celery's tracer and the engine: what each outcome means to Celery."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import UUID, uuid4
+
+from celery import signals
+from celery.app.task import Context
+from celery.utils.log import get_logger
+from kombu.utils import json as kombu_json
+
+from umt_durable import codec
+from umt_durable.bridge import callbacks
+from umt_durable.bridge.reporter import CeleryReporter
+from umt_durable.bridge.runtime import CLAIM_KEY
+from umt_durable.engine.executor import Delivery, Dropped, Finished, Outcome, Parked
+from umt_durable.engine.failures import Failure
+from umt_durable.engine.registry import TaskDefinition
+from umt_durable.records import event_id
+from umt_durable.states import OutboxType, RunState
+
+if TYPE_CHECKING:
+    from umt_durable.bridge.durable import Durable
+    from umt_durable.bridge.task import DurableTask
+
+logger = get_logger(__name__)
+
+_FINISHED = "umt_durable_finished"
+_SIMPLE = (str, int, float, bool, type(None))
+
+
+def delivery_of(task: DurableTask, request: Context) -> Delivery:
+    """Return what is believed of a message: the run it is about, and the claim id our Request gave it."""
+    claim = request.__dict__.pop(CLAIM_KEY, None)
+    return Delivery(
+        run_id=str(request.id),
+        nesting=int(request.replaced_task_nesting or 0),
+        task=str(task.name),
+        claim=UUID(hex=claim) if claim else uuid4(),
+    )
+
+
+def settle(durable: Durable, task: DurableTask, request: Context, reporter: CeleryReporter, outcome: Outcome) -> Any:
+    """Tell Celery what became of a delivery: return the result, raise the error, or raise Ignore.
+
+    Keeps: I13. The tracer stores the result and reports chord parts; callbacks are published here, from the rows that
+    the finish wrote, and those rows are forgotten once the tracer has stored the result.
+    """
+    from umt_durable.bridge.task import ignore
+
+    match outcome:
+        case Finished(state=RunState.CANCELLED):
+            task.backend.mark_as_revoked(request.id, "cancelled", request=request, store_result=reporter.reports)
+            durable.process_lease.forget(outcome.token.claim, outcome.events)
+            raise ignore("the run is cancelled")
+        case Finished():
+            return _finish(durable, task, request, reporter, outcome)
+        case Parked(state=state, until=until):
+            _announce(task, request, f"{state} {until}")
+            raise ignore(f"the run is parked: {state} {until}")
+        case Dropped(reason=reason):
+            raise ignore(reason)
+
+
+def _finish(durable: Durable, task: DurableTask, request: Context, reporter: CeleryReporter, outcome: Finished) -> Any:
+    envelope = reporter.envelope
+    definition = durable.tasks.get(task.name)
+    value = plain(outcome.value, outcome.data, definition)
+    published = [event_id(outcome.token.run, outcome.token.fence + 1, OutboxType.RESULT, 0)] if reporter.reports else []
+    for ordinal in range(callbacks.count(envelope, outcome.state)):
+        try:
+            callbacks.dispatch(durable.app, request, envelope, ordinal, value=value, error=outcome.error)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the relay finds the row and tries again
+            logger.warning("a callback of %s is left to the relay: %s", request.id, type(error).__name__)
+        else:
+            published.append(event_id(outcome.token.run, outcome.token.fence + 1, OutboxType.CALLBACK, ordinal))
+    # The tracer re-reads these from the request and dispatches what is left: nothing, but the failing of later chain
+    # members, which is its business.
+    request.callbacks = request.errbacks = None
+    setattr(request, _FINISHED, (outcome.token.claim, tuple(published)))
+    if outcome.error is not None:
+        raise outcome.error
+    request.chain = None
+    return value
+
+
+def forget_published(sender: Any, **_: Any) -> None:
+    """Forget the outbox rows of a run whose result the tracer has just stored."""
+    found = getattr(sender.request, _FINISHED, None) if getattr(sender, "request_stack", None) else None
+    durable = getattr(getattr(sender, "app", None), "umt_durable", None)
+    if found is not None and durable is not None:
+        durable.process_lease.forget(*found)
+
+
+def connect_signals() -> None:
+    """Watch for stored results. Doing it twice changes nothing."""
+    signals.task_success.connect(forget_published, dispatch_uid="umt_durable.forget_published")
+    signals.task_failure.connect(forget_published, dispatch_uid="umt_durable.forget_published")
+
+
+def plain(value: Any, data: bytes | None, definition: TaskDefinition) -> Any:
+    """Return a result in a form every result backend can hold: as it is, or as its JSON where it is a typed object."""
+    if data is None or isinstance(value, _SIMPLE) or definition.result is codec.EMPTY:
+        return value
+    try:
+        kombu_json.dumps(value)
+    except Exception:  # noqa: BLE001 - whatever its types make of that: the stored JSON says the same
+        return json.loads(data)
+    return value
+
+
+def stored_error(durable: Durable, failure: Failure) -> Exception:
+    """Return the exception of a stored failure, for a backend that is told by someone who did not raise it."""
+    return durable.tasks.exceptions.rebuild(failure)
+
+
+def plain_arguments(data: bytes, number: int) -> tuple[Sequence[object], Mapping[str, object]]:
+    """Read stored arguments without their types, for what only shows them."""
+    args, kwargs = codec.decode_arguments(data, None, number)
+    return list(args), kwargs
+
+
+def _announce(task: DurableTask, request: Context, text: str) -> None:
+    """Show a parked run in Flower by a standard event with standard fields."""
+    if not getattr(task, "send_events", False) or request.is_eager:
+        return
+    try:
+        task.send_event(
+            "task-retried", exception=text, traceback="", retries=request.retries, result=f"durable: {text}"
+        )
+    except Exception as error:  # noqa: BLE001 - raised, it would make the tracer store FAILURE for a run that lives on
+        logger.warning("the event of a parked run could not be sent: %s", type(error).__name__)

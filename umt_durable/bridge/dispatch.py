@@ -1,0 +1,146 @@
+"""What a relay publishes: hints through the broker, results through the result backend, callbacks through canvas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from celery.app.task import Context
+from celery.exceptions import BackendError
+from celery.utils.log import get_logger
+from kombu.exceptions import OperationalError
+
+from umt_durable import codec
+from umt_durable.bridge import callbacks, message
+from umt_durable.bridge.deliver import plain, plain_arguments, stored_error
+from umt_durable.bridge.envelope import Envelope
+from umt_durable.bridge.outgoing import Outgoing, Report, reason
+from umt_durable.bridge.publisher import Publisher
+from umt_durable.engine import failures
+from umt_durable.errors import DecodingError, UnknownTaskError
+from umt_durable.records import FinishedRun, OutboxEntry
+from umt_durable.states import OutboxType, RunState
+
+if TYPE_CHECKING:
+    from umt_durable.bridge.durable import Durable
+
+logger = get_logger(__name__)
+
+
+def _redis_errors() -> tuple[type[Exception], ...]:
+    from redis import exceptions
+
+    return exceptions.ConnectionError, exceptions.TimeoutError
+
+
+# What result backends raise when they cannot be reached: no row's fault, so none of its attempts is used up.
+_AWAY = (OSError, OperationalError, BackendError, *_redis_errors())
+
+
+class CeleryDispatcher:
+    """Publishes what a relay has claimed. One per relay thread."""
+
+    def __init__(self, durable: Durable, publisher: Publisher) -> None:
+        self._durable = durable
+        self._publisher = publisher
+
+    def dispatch(
+        self,
+        hints: Sequence[OutboxEntry],
+        reports: Sequence[tuple[OutboxEntry, FinishedRun]],
+        others: Sequence[OutboxEntry],
+    ) -> Report:
+        """Publish a batch and say what became of each row; a result that meets a backend that is away stays in neither.
+
+        Errors: BrokerUnavailableError when the broker takes nothing, with what it had confirmed.
+        """
+        confirmed: set[UUID] = set()
+        refused = {entry.id: f"no route for events of type {entry.type!r}" for entry in others}
+        for entry, run in reports:
+            try:
+                self._report(entry, run)
+                confirmed.add(entry.id)
+            except _AWAY as error:
+                logger.warning("a %s of run %s waits: %s", entry.type, run.id, reason(error))
+            except Exception as error:  # noqa: BLE001 - backends raise their own; the row stays and is tried again
+                logger.warning("a %s of run %s could not be delivered: %s", entry.type, run.id, type(error).__name__)
+                refused[entry.id] = reason(error)
+        batch: list[Outgoing] = []
+        for entry in hints:
+            try:
+                batch.append(self._hint(entry))
+            except Exception as error:  # noqa: BLE001 - one row that cannot be built must not stop the batch
+                refused[entry.id] = reason(error)
+        if batch:
+            sent = self._publisher.publish(batch)
+            confirmed |= sent.confirmed
+            refused |= sent.refused
+        return Report(frozenset(confirmed), refused)
+
+    def _hint(self, entry: OutboxEntry) -> Outgoing:
+        assert entry.run_id is not None
+        assert entry.task is not None
+        return message.hint(
+            self._durable.app,
+            key=entry.id,
+            run_id=entry.run_id,
+            nesting=entry.nesting or 0,
+            task=entry.task,
+            queue=entry.queue or self._durable.queue_of(entry.task),
+            priority=entry.priority,
+            gen=entry.fence or 0,
+            envelope=entry.envelope,
+        )
+
+    def _report(self, entry: OutboxEntry, run: FinishedRun) -> None:
+        """Store a result again, or publish a callback, of a run whose finisher died before it had."""
+        app, envelope = self._durable.app, Envelope.from_bytes(run.envelope)
+        request = self._request(run, envelope)
+        backend = self._backend(run.task)
+        value, error = self._outcome(run)
+        if entry.type == OutboxType.CALLBACK:
+            callbacks.dispatch(app, request, envelope, entry.ordinal, value=value, error=error)
+            return
+        stores = not request.ignore_result
+        if run.state is RunState.SUCCEEDED:
+            backend.mark_as_done(run.id, value, request, store_result=stores)
+        elif run.state is RunState.FAILED:
+            backend.mark_as_failure(run.id, error, request=request, store_result=stores, call_errbacks=False)
+        else:
+            backend.mark_as_revoked(run.id, run.reason or "cancelled", request=request, store_result=stores)
+
+    def _request(self, run: FinishedRun, envelope: Envelope) -> Context:
+        try:
+            args, kwargs = plain_arguments(run.args, run.codec)
+        except DecodingError:
+            args, kwargs = [], {}
+        request = message.request_context(
+            run_id=run.id,
+            nesting=run.nesting,
+            task=run.task,
+            queue=run.queue or self._durable.queue_of(run.task),
+            args=args,
+            kwargs=kwargs,
+            envelope=envelope,
+        )
+        if request.ignore_result is None:
+            task = self._durable.app.tasks.get(run.task)
+            request.ignore_result = bool(getattr(task, "ignore_result", False))
+        return request
+
+    def _outcome(self, run: FinishedRun) -> tuple[Any, Exception | None]:
+        if run.state is RunState.FAILED:
+            assert run.error is not None
+            return None, stored_error(self._durable, failures.from_bytes(run.error))
+        if run.state is not RunState.SUCCEEDED or run.result is None:
+            return None, None
+        try:
+            definition = self._durable.tasks.get(run.task, run.version)
+        except UnknownTaskError:  # a relay that does not load the tasks' code
+            return codec.decode(run.result, codec.EMPTY, run.codec), None
+        return plain(codec.decode(run.result, definition.result, run.codec), run.result, definition), None
+
+    def _backend(self, task: str) -> Any:
+        known = self._durable.app.tasks.get(task)
+        return self._durable.app.backend if known is None else known.backend

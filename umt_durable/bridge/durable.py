@@ -1,0 +1,413 @@
+"""`Durable(app)`: durable execution for one Celery app."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial, wraps
+from typing import TYPE_CHECKING, Any
+from uuid import UUID, uuid4
+
+from celery import Celery, signals
+from celery.utils.imports import symbol_by_name
+from celery.worker import state as worker_state
+
+from umt_durable import codec, migrate
+from umt_durable.bridge import deliver, enqueuing
+from umt_durable.bridge.bootsteps import install
+from umt_durable.bridge.dispatch import CeleryDispatcher
+from umt_durable.bridge.incidents import IncidentThread
+from umt_durable.bridge.message import TaskMessage
+from umt_durable.bridge.publisher import Publisher
+from umt_durable.bridge.reporter import CeleryReporter
+from umt_durable.bridge.runtime import NODE_VARIABLE, ChildLost, Incident
+from umt_durable.bridge.task import DurableTask
+from umt_durable.database import Database
+from umt_durable.engine.client import Client
+from umt_durable.engine.executor import Executor, Finished, Parked
+from umt_durable.engine.registry import TaskDefinition, TaskRegistry
+from umt_durable.engine.retry import RetryPolicy
+from umt_durable.errors import ConfigurationError, DurableError
+from umt_durable.redaction import redact_url
+from umt_durable.services import takeover
+from umt_durable.services.intake import take_in
+from umt_durable.services.lease import Lease
+from umt_durable.services.maintenance import Maintenance
+from umt_durable.services.pulse import Pulse
+from umt_durable.services.relay import Relay
+from umt_durable.session import Binding
+from umt_durable.settings import Settings
+from umt_durable.store import runs
+
+if TYPE_CHECKING:
+    from celery.app.task import Context
+
+
+class Durable:
+    """The durable side of a Celery app: its tasks, its database, and the verbs on runs.
+
+    Shape: make it right after the app, before any task of the app is used. Settings are given here by name, or as
+    `DURABLE_*` in the environment, or as `durable_*` in the app's configuration; they are read at first use.
+    `bindings` names the databases that `step.transaction` can write to.
+    Errors: ConfigurationError when the app has a Durable already.
+    """
+
+    def __init__(self, app: Celery, *, bindings: Mapping[str, Binding] | None = None, **settings: Any) -> None:
+        if getattr(app, "umt_durable", None) is not None:
+            raise ConfigurationError(f"the Celery app {app.main!r} has a Durable already")
+        self.app = app
+        self.node = UUID(hex=os.environ[NODE_VARIABLE]) if os.environ.get(NODE_VARIABLE) else uuid4()
+        self.tasks = TaskRegistry()
+        self.bindings = dict(bindings or {})
+        self._given = settings
+        self._leases: dict[int, Lease] = {}
+        app.umt_durable = self
+        _take_over_publishing(self)
+        install(app)
+        deliver.connect_signals()
+        signals.worker_process_shutdown.connect(self._on_process_shutdown, weak=False)
+
+    # -- declaring -------------------------------------------------------------------------------------------------
+
+    def task(
+        self,
+        function: Callable[..., Any] | None = None,
+        *,
+        name: str | None = None,
+        version: int = 1,
+        retry: RetryPolicy = RetryPolicy.NONE,
+        raises: Sequence[type[Exception]] = (),
+        **options: Any,
+    ) -> Any:
+        """Make a durable task of a function that takes the context first.
+
+        Shape: `retry` is the policy of the run and of each step without one of its own; `raises` are exception classes
+        that come back as themselves from the journal; other options are Celery's. Two versions of one name may be
+        declared side by side: new runs take the highest.
+        Errors: DuplicateTaskError; DefinitionError.
+        """
+
+        def declare(body: Callable[..., Any]) -> Any:
+            task_name = name or self.app.gen_task_name(body.__name__, body.__module__)
+            definition = TaskDefinition(
+                name=task_name,
+                version=version,
+                body=body,
+                schema=codec.InputSchema(body, task=task_name, skip_context=True),
+                function=body,
+                retry=retry,
+                limit_seconds=options.get("time_limit"),
+                raises=tuple(raises),
+                owner=f"{body.__module__}.{body.__qualname__}",
+            )
+            known = self.tasks.versions(task_name)
+            self.tasks.add(definition)
+            if known and version < max(known):
+                return self.app.tasks[task_name]
+            if known:
+                self.app.tasks.unregister(task_name)
+            return self.app.task(
+                body,
+                name=task_name,
+                base=DurableTask,
+                shared=False,  # Celery would register it with every other app of the process, which has no Durable
+                durable_version=version,
+                durable_takes_context=True,
+                **options,
+            )
+
+        return declare if function is None else declare(function)
+
+    def adopt(self, task: Any) -> None:
+        """Register a task class that derives from DurableTask, once Celery has bound it."""
+        if task.name is None or task.__dict__.get("abstract"):
+            return
+        task.tracks_started = bool(self.app.conf.task_track_started)
+        task.track_started = False  # the tracer would store it before the claim, over the outcome of a faster attempt
+        if self.tasks.has(task.name):
+            return
+        run = inspect.getattr_static(task, "run")
+        function = run.__func__ if isinstance(run, staticmethod) else run
+        self.tasks.add(
+            TaskDefinition(
+                name=task.name,
+                version=task.durable_version,
+                body=partial(_run, self.app, task.name),
+                schema=codec.InputSchema(function, task=task.name, skip_context=function is run),
+                function=function,
+                takes_context=False,
+                retry=getattr(task, "durable_retry", RetryPolicy.NONE),
+                limit_seconds=task.time_limit,
+                owner=f"{task.__module__}.{task.__qualname__}",
+            )
+        )
+
+    def has_task(self, name: str) -> bool:
+        """Say whether a name is a durable task of this app."""
+        if self.tasks.has(name):
+            return True
+        task = self.app._tasks.get(name)
+        return isinstance(task, DurableTask)
+
+    # -- the verbs -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def client(self) -> Client:
+        """The verbs on runs; `signal`, `emit`, `cancel`, `get`, `list` and `history` are its methods."""
+        return Client(self.database, self.settings)
+
+    def signal(self, run_id: str, name: str, payload: Any = None, **options: Any) -> UUID:
+        """Say a fact to one run; see `Client.signal`."""
+        return self.client.signal(run_id, name, payload, **options)
+
+    def emit(self, name: str, key: str, payload: Any = None, **options: Any) -> UUID:
+        """Say a fact under a name and key; see `Client.emit`."""
+        return self.client.emit(name, key, payload, **options)
+
+    def cancel(self, run_id: str, **options: Any) -> UUID:
+        """Ask that a run end as cancelled; see `Client.cancel`."""
+        return self.client.cancel(run_id, **options)
+
+    def get(self, run_id: str) -> Any:
+        """Read one run; see `Client.get`."""
+        return self.client.get(run_id)
+
+    def list(self, **filters: Any) -> Any:
+        """Read a page of runs; see `Client.list`."""
+        return self.client.list(**filters)
+
+    def history(self, run_id: str) -> Any:
+        """Read what happened to a run; see `Client.history`."""
+        return self.client.history(run_id)
+
+    def stop(self) -> None:
+        """Give up this process's lease and close its connections. Calling it again changes nothing."""
+        for lease in self._own_leases():
+            lease.stop()
+        self._leases.clear()
+        self.database.close()
+
+    # -- what the worker uses --------------------------------------------------------------------------------------
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The settings in force. The first look at them may start the embedded pair of the library's own app."""
+        conf = self.app.conf
+        return Settings.load(self._given, {key: conf[key] for key in conf if str(key).startswith("durable_")})
+
+    @cached_property
+    def database(self) -> Database:
+        """The connections of this process."""
+        return Database(self.settings)
+
+    @cached_property
+    def lease(self) -> _MainLease:
+        """The lease of a worker's main process, as a service of its worker."""
+        return _MainLease(self)
+
+    @property
+    def process_lease(self) -> Lease:
+        """The lease of this process: made at first use, so that each pool child has its own."""
+        pid = os.getpid()
+        if pid not in self._leases:
+            self._leases = {pid: Lease(self.database, self.settings, node=self.node)}
+        return self._leases[pid]
+
+    @cached_property
+    def incidents(self) -> IncidentThread:
+        """Takes what the main process sees happen to its children."""
+        return IncidentThread(self._handle_incident)
+
+    @cached_property
+    def pulse(self) -> Pulse:
+        """Relay and maintenance of this process."""
+        return self.services(relay=True, maintenance=True)
+
+    def services(self, *, relay: bool, maintenance: bool) -> Pulse:
+        """Make the loops of a relay, of maintenance, or of both."""
+        publisher = partial(Publisher, self.app, schema=self.settings.schema)
+        duties = None
+        if maintenance:
+            duties = Maintenance(
+                self.database,
+                self.settings,
+                broker=publisher(),
+                broker_name=self.broker_name,
+                default_queue=self.queue_of,
+            )
+        relays = Relay(self.database, self.settings, CeleryDispatcher(self, publisher())) if relay else None
+        return Pulse(self.database, self.settings, relays, duties)
+
+    @property
+    def broker_name(self) -> str:
+        """The broker's address without its password: what runs and loss markers know it by."""
+        return redact_url(str(self.app.connection_for_write().as_uri()))
+
+    @contextmanager
+    def enqueuing(self, options: dict[str, Any]) -> Iterator[None]:
+        """Take our own options out of a call's options, for the publishing inside."""
+        with enqueuing.enqueuing(options):
+            yield
+
+    def perform(self, task: DurableTask, request: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute one delivery of a run and tell Celery what became of it."""
+        reporter = CeleryReporter(task, request)
+        delivery = deliver.delivery_of(task, request)
+        if request.is_eager:
+            return self._perform_eagerly(task, delivery, reporter, args, kwargs)
+        executor = Executor(self.database, self.process_lease, self.settings, self.tasks, self.bindings)
+        return deliver.settle(self, task, request, reporter, executor.execute(delivery, reporter))
+
+    def take_in(self, batch: Sequence[TaskMessage]) -> None:
+        """Commit the runs of foreign messages, once per (id, nesting), in one transaction."""
+        made = [
+            enqueuing.foreign_run(
+                item, codec.encode_arguments(item.args, item.kwargs, where=f"the arguments of {item.task}")
+            )
+            for item in batch
+        ]
+        take_in(self.database, self.settings, made)
+
+    def has_run(self, run_id: str) -> bool:
+        """Say whether a run with this id exists."""
+        return bool(self.database.do(lambda conn: runs.of_id(conn, run_id)))
+
+    def check_schema(self) -> None:
+        """Refuse a schema that does not fit this code.
+
+        Errors: SchemaError with the command to run; DatabaseUnavailableError.
+        """
+        migrate.check_schema(self.database.url, self.settings.schema)
+
+    def queue_of(self, task: str) -> str:
+        """Return the queue that Celery's routing gives a task."""
+        route = self.app.amqp.router.route({}, task)
+        queue = route.get("queue")
+        return str(getattr(queue, "name", queue) or self.app.conf.task_default_queue)
+
+    def banner(self) -> str:
+        """Say in one line what runs where, without secrets."""
+        services = "relay and maintenance here" if self.settings.worker_services else "relay and maintenance elsewhere"
+        where = redact_url(self.database.url)
+        journal = f"journal in {where}, schema {self.settings.schema}"
+        return f"umt_durable: {journal} · broker {self.broker_name} · {services}"
+
+    def declare_versions(self) -> Lease:
+        """Make a lease for this process that declares what it can execute, and return it."""
+        self.app.finalize(auto=True)  # tasks are declared once Celery has evaluated them
+        lease = Lease(
+            self.database, self.settings, node=self.node, versions=self.tasks.declared(), reserved=_reserved_hints
+        )
+        self._leases = {os.getpid(): lease}
+        return lease
+
+    def _perform_eagerly(
+        self, task: DurableTask, delivery: Any, reporter: CeleryReporter, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Execute a run in the caller: enqueued as always, then delivered here at once."""
+        message = TaskMessage(
+            id=delivery.run_id,
+            nesting=0,
+            task=task.name,
+            args=args,
+            kwargs=kwargs,
+            queue=self.queue_of(task.name),
+            priority=None,
+            eta=None,
+            expires=None,
+            retries=0,
+            ignore_result=None,
+            envelope=reporter.envelope,
+        )
+        self.client.enqueue(enqueuing.new_run(self, message, enqueuing.Enqueuing()))
+        executor = Executor(self.database, self.process_lease, self.settings, self.tasks, self.bindings)
+        outcome = executor.execute(delivery, reporter)
+        if isinstance(outcome, Finished) and outcome.error is not None:
+            raise outcome.error
+        if isinstance(outcome, Finished):
+            return deliver.plain(outcome.value, outcome.data, self.tasks.get(task.name))
+        reason = f"is parked ({outcome.state} {outcome.until})" if isinstance(outcome, Parked) else outcome.reason
+        raise DurableError(f"{task.name} was called eagerly, but its run {reason}; a worker will go on with it")
+
+    def _handle_incident(self, incident: Incident) -> None:
+        delivery = incident.delivery
+        if isinstance(incident, ChildLost):
+            takeover.end_process(
+                self.database, node=self.node, pid=incident.pid, settings=self.settings, status=incident.status
+            )
+            if delivery is not None:
+                takeover.rehint(self.database, delivery.run, delivery.nesting)
+        else:
+            takeover.end_delivery(
+                self.database,
+                claim=incident.delivery.claim,
+                known_dead=incident.known_dead,
+                reason=incident.reason,
+                settings=self.settings,
+            )
+            takeover.rehint(self.database, incident.delivery.run, incident.delivery.nesting)
+        self.pulse.wake()
+
+    def _own_leases(self) -> Sequence[Lease]:
+        return [lease for pid, lease in self._leases.items() if pid == os.getpid()]
+
+    def _on_process_shutdown(self, **_: Any) -> None:
+        """A pool child that ends normally forgets what it published first: left behind, it would be published again."""
+        for lease in self._own_leases():
+            lease.stop()
+
+
+def _run(app: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call what an existing task does, bound to its instance, with the wrappers Celery put around it."""
+    return app.tasks[name].run(*args, **kwargs)
+
+
+class _MainLease:
+    """The lease of a worker's main process, which declares the versions this worker has."""
+
+    def __init__(self, durable: Durable) -> None:
+        self._durable = durable
+
+    def start(self) -> None:
+        """Begin the lease."""
+        self._durable.declare_versions().ensure()
+
+    def stop(self) -> None:
+        """Forget what was published and give the lease up."""
+        self._durable.process_lease.stop()
+
+
+def _reserved_hints() -> dict[str, int]:
+    """Count the messages in this worker's hands that no slot has begun, by queue."""
+    waiting = worker_state.reserved_requests - worker_state.active_requests
+    return dict(Counter(str(request.delivery_info.get("routing_key")) for request in waiting))
+
+
+def _take_over_publishing(durable: Durable) -> None:
+    """Lead the app's publishing of durable tasks into the database, on this app alone."""
+    app = durable.app
+    original = app.send_task
+
+    @wraps(original)
+    def send_task(name: str, *args: Any, **options: Any) -> Any:
+        return enqueuing.send_task(durable, original, name, *args, **options)
+
+    app.send_task = send_task
+    amqp_class: Any = symbol_by_name(app.amqp_cls)
+
+    class DurableAMQP(amqp_class):
+        """The app's AMQP with our sender in front of its own."""
+
+        @cached_property
+        def send_task_message(self) -> Callable[..., Any]:
+            return partial(enqueuing.send_task_message, durable, self._create_task_sender())
+
+    if "amqp" in app.__dict__:
+        app.__dict__["amqp"].__dict__["send_task_message"] = partial(
+            enqueuing.send_task_message, durable, app.amqp.send_task_message
+        )
+    else:
+        app.amqp_cls = DurableAMQP

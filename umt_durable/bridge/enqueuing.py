@@ -1,0 +1,207 @@
+"""The way in: Celery's own publishing, led into the database for durable tasks.
+
+`delay`, `apply_async`, canvas, beat and `send_task` all meet in `app.send_task`, then in `app.amqp.send_task_message`.
+For a durable task the first gives a stand-in for the producer, so that no broker is touched, and the second commits the
+run. A hint leaves by the relay.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from celery.backends.rpc import RPCBackend
+from celery.utils.log import get_logger
+from celery.utils.time import maybe_iso8601
+from kombu.exceptions import OperationalError
+
+from umt_durable.bridge.message import TaskMessage, parse_publish
+from umt_durable.codec import input_hash
+from umt_durable.errors import DefinitionError
+from umt_durable.records import Enqueued, NewRun
+
+if TYPE_CHECKING:
+    from umt_durable.bridge.durable import Durable
+
+logger = get_logger(__name__)
+
+_current: ContextVar[Enqueuing | None] = ContextVar("umt_durable.enqueuing", default=None)
+
+OURS = ("conn", "idempotency_key", "idempotency_ttl", "ref", "attributes")
+
+
+@dataclass(slots=True)
+class Enqueuing:
+    """What one call says beyond what Celery's publishing carries, and what became of it."""
+
+    conn: object = None
+    idempotency_key: str | None = None
+    idempotency_ttl: float | None = None
+    ref: str | None = None
+    attributes: Mapping[str, Any] | None = None
+    countdown: float | None = None
+    eta: datetime | None = None
+    expires_in: float | None = None
+    ignore_result: bool | None = None
+    done: Enqueued | None = None
+
+
+@contextmanager
+def enqueuing(options: dict[str, Any]) -> Iterator[Enqueuing]:
+    """Take our own options out of a call's options, for the publishing inside.
+
+    Errors: DefinitionError for attributes that are no JSON object, or an empty key.
+    """
+    ours = {name: options.pop(name, None) for name in OURS}
+    key = ours["idempotency_key"]
+    if key is not None and (not isinstance(key, str) or not key or "\0" in key):
+        raise DefinitionError(f"idempotency_key must be text that is not empty, not {key!r}")
+    token = _current.set(Enqueuing(**ours))
+    try:
+        current = _current.get()
+        assert current is not None
+        yield current
+    finally:
+        _current.reset(token)
+
+
+class _Connection:
+    """What Celery asks of a producer's connection: nothing that reaches a broker."""
+
+    @staticmethod
+    def _reraise_as_library_errors() -> nullcontext[None]:
+        return nullcontext()
+
+
+class _NoProducer:
+    """Stands in for a producer where nothing is published."""
+
+    connection = _Connection()
+    channel = None
+    serializer = None
+
+
+def send_task(durable: Durable, original: Callable[..., Any], name: str, *args: Any, **options: Any) -> Any:
+    """Do what `app.send_task` does; for a durable task commit its run instead of publishing.
+
+    The times of the call are kept away from Celery: counted by the caller's wall clock, or waited for in the broker,
+    they would not be the database's (I10, I25).
+    """
+    if not durable.has_task(name):
+        return original(name, *args, **options)
+    before = _current.get()
+    mine = replace(before) if before is not None else Enqueuing()
+    token = _current.set(mine)
+    try:
+        _take_times(mine, durable.app, options)
+        mine.ignore_result = options.get("ignore_result")
+        _prepare_reply(durable.app, options)
+        options["producer"] = _NoProducer()
+        result = original(name, *args, **{**options, "ignore_result": True})
+    finally:
+        _current.reset(token)
+    if mine.done is not None and mine.done.id != result.id:
+        result = type(result)(mine.done.id, app=durable.app)
+    result.ignored = bool(mine.ignore_result)
+    return result
+
+
+def send_task_message(
+    durable: Durable, original: Callable[..., Any], producer: Any, name: str, message: Any, **options: Any
+) -> Any:
+    """Do what `app.amqp.send_task_message` does; for a durable task commit its run instead."""
+    if not durable.has_task(name):
+        return original(producer, name, message, **options)
+    mine = _current.get() or Enqueuing()
+    headers = dict(message.headers)
+    if isinstance(producer, _NoProducer):
+        headers["ignore_result"] = mine.ignore_result
+    parsed = parse_publish(durable.app, name, message._replace(headers=headers), options)
+    mine.done = durable.client.enqueue(new_run(durable, parsed, mine), conn=mine.conn)
+    return None
+
+
+def new_run(durable: Durable, message: TaskMessage, mine: Enqueuing) -> NewRun:
+    """Make the run of a call, its arguments validated against the highest version of its task.
+
+    Errors: InputError, EncodingError.
+    """
+    definition = durable.tasks.get(message.task)
+    args, kwargs = definition.schema.bind_and_validate(tuple(message.args), dict(message.kwargs))
+    encoded = definition.schema.encode(args, kwargs)
+    envelope = message.envelope
+    if mine.eta is not None or mine.countdown is not None:
+        due = mine.eta or durable.app.now() + timedelta(seconds=mine.countdown or 0)
+        envelope = replace(envelope, eta=due.isoformat())  # for user code that reads request.eta; the row decides
+    return NewRun(
+        id=message.id,
+        nesting=message.nesting,
+        task=message.task,
+        version=definition.version,
+        queue=message.queue,
+        priority=message.priority,
+        args=encoded.data,
+        codec=encoded.codec,
+        digest=encoded.digest,
+        envelope=envelope.to_bytes(),
+        wake_at=mine.eta or message.eta,
+        delay_seconds=mine.countdown,
+        expires_at=message.expires,
+        expires_seconds=mine.expires_in,
+        ref=mine.ref,
+        attributes=None if mine.attributes is None else _object(mine.attributes),
+        key=mine.idempotency_key,
+        key_hash=None if mine.idempotency_key is None else input_hash(encoded.data),
+        key_ttl_seconds=mine.idempotency_ttl,
+    )
+
+
+def foreign_run(message: TaskMessage, encoded: Any) -> NewRun:
+    """Make the run of a foreign message; its arguments are validated when it is claimed, its version pinned then."""
+    return NewRun(
+        id=message.id,
+        nesting=message.nesting,
+        task=message.task,
+        queue=message.queue,
+        priority=message.priority,
+        args=encoded.data,
+        codec=encoded.codec,
+        digest=encoded.digest,
+        envelope=message.envelope.to_bytes(),
+        wake_at=message.eta,
+        expires_at=message.expires,
+    )
+
+
+def _take_times(mine: Enqueuing, app: Any, options: dict[str, Any]) -> None:
+    countdown, eta = options.pop("countdown", None), options.pop("eta", None)
+    mine.countdown = None if not countdown else float(countdown)
+    if eta is not None:
+        found = maybe_iso8601(eta)
+        mine.eta = found if found.tzinfo is not None else found.replace(tzinfo=app.timezone)
+    if isinstance(options.get("expires"), int | float):
+        mine.expires_in = float(options.pop("expires"))
+
+
+def _prepare_reply(app: Any, options: Mapping[str, Any]) -> None:
+    """Declare the reply queue of an RPC backend before the run can end; other backends need nothing before `get`."""
+    if isinstance(app.backend, RPCBackend) and not options.get("ignore_result"):
+        try:
+            with app.producer_or_acquire() as producer:
+                app.backend.on_task_call(producer, options.get("task_id"))
+        except OperationalError as error:
+            logger.warning(
+                "the reply queue could not be declared; the run is enqueued all the same: %s", type(error).__name__
+            )
+
+
+def _object(attributes: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(attributes), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DefinitionError(f"attributes must be a JSON object: {error}") from error

@@ -1,0 +1,71 @@
+"""The thread that acts on what the main process saw happen to its children and deliveries."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import count
+from queue import SimpleQueue
+
+import psycopg
+from celery.utils.log import get_logger
+
+from umt_durable.bridge.intake import pause
+from umt_durable.bridge.runtime import ChildLost, Delivery, DeliveryEnded, Incident
+from umt_durable.errors import DatabaseUnavailableError
+
+logger = get_logger(__name__)
+
+STOP_SECONDS = 5.0
+
+
+class IncidentThread:
+    """Hands incidents, one after the other, to a function that may query and block.
+
+    Keeps: reporting is one put into a queue that is re-entrant, so it is safe in a signal handler. An incident is tried
+    again while the database is away; anything else that goes wrong leaves it to the sweeper, which finds the same run
+    by its lease.
+    """
+
+    def __init__(self, handle: Callable[[Incident], object]) -> None:
+        self._handle = handle
+        self._queue: SimpleQueue[Incident | None] = SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def child_lost(self, *, pid: int, status: int | None, delivery: Delivery | None) -> None:
+        """Queue that a pool child has ended."""
+        self._queue.put(ChildLost(pid, status, delivery))
+
+    def delivery_ended(self, delivery: Delivery, *, known_dead: bool, reason: str) -> None:
+        """Queue that a delivery is over."""
+        self._queue.put(DeliveryEnded(delivery, known_dead, reason))
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._stopping.clear()
+        self._thread = threading.Thread(target=self._run, name="umt-durable-incidents", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Handle what is queued, each incident once more at most, and end; leave it to the sweeper after 5 seconds."""
+        self._stopping.set()
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(STOP_SECONDS)
+
+    def _run(self) -> None:
+        while (incident := self._queue.get()) is not None:
+            for failures in count(1):
+                if self._handled(incident) or self._stopping.wait(pause(failures)):
+                    break
+
+    def _handled(self, incident: Incident) -> bool:
+        try:
+            self._handle(incident)
+        except (psycopg.OperationalError, psycopg.InterfaceError, DatabaseUnavailableError) as error:
+            logger.warning("The database is away; an incident waits: %s", type(error).__name__)
+            return False
+        except Exception:
+            logger.exception("An incident could not be handled; the sweeper will find its run: %r", incident)
+        return True

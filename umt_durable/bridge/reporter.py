@@ -1,0 +1,79 @@
+"""Interim states in Celery's result backend, and what leaves at the end of a run."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from celery import states as celery_states
+from celery.app.task import Context
+from celery.app.trace import get_actual_ignore_result
+from celery.backends.base import DisabledBackend
+from celery.utils.log import get_logger
+
+from umt_durable import codec
+from umt_durable.bridge import callbacks
+from umt_durable.bridge.context import restore_request
+from umt_durable.bridge.envelope import EMPTY, Envelope
+from umt_durable.errors import DecodingError, DurableError
+from umt_durable.records import Grant
+from umt_durable.states import RunState
+
+if TYPE_CHECKING:
+    from umt_durable.bridge.task import DurableTask
+
+logger = get_logger(__name__)
+
+
+class SuspendedError(DurableError):
+    """What the result backend shows of a run between two deliveries, as the reason of its state RETRY."""
+
+
+class CeleryReporter:
+    """Reports one delivery of a run to Celery.
+
+    Keeps: an interim state that cannot be stored costs only its display, never the run.
+    """
+
+    def __init__(self, task: DurableTask, request: Context) -> None:
+        self._task = task
+        self._request = request
+        self.envelope: Envelope = EMPTY
+        self.wrote = False
+
+    def claimed(self, grant: Grant) -> None:
+        """Make the request what the run's row says; nothing else in the delivered message is believed."""
+        self.envelope = Envelope.from_bytes(grant.envelope)
+        try:
+            args, kwargs = codec.decode_arguments(grant.args, None, grant.codec)
+        except DecodingError:  # the engine quarantines the run for it
+            args, kwargs = (), {}
+        restore_request(self._request, self.envelope, args, kwargs)
+
+    @property
+    def reports(self) -> bool:
+        """Whether anyone can ask the result backend for this run."""
+        return not get_actual_ignore_result(self._task, self._request) and not isinstance(
+            self._task.backend, DisabledBackend
+        )
+
+    def callbacks(self, state: RunState) -> int:
+        """Return how many callbacks leave when the run ends in a state."""
+        return callbacks.count(self.envelope, state)
+
+    def started(self) -> None:
+        """Store STARTED, where the task or the app tracks it."""
+        if self._task.tracks_started and self.reports:
+            self._store({"pid": os.getpid(), "hostname": self._request.hostname}, celery_states.STARTED)
+
+    def suspending(self, state: RunState, until: str) -> None:
+        """Store RETRY with the reason. An exception, because Celery reads RETRY's value as one."""
+        if self.reports:
+            self._store(SuspendedError(f"durable: {state} {until}"), celery_states.RETRY)
+
+    def _store(self, value: Any, state: str) -> None:
+        self.wrote = True
+        try:
+            self._task.backend.store_result(self._request.id, value, state, request=self._request)
+        except Exception as error:  # noqa: BLE001 - each backend raises its own; the run goes on without this display
+            logger.warning("the interim state %s could not be stored: %s", state, type(error).__name__)

@@ -1,0 +1,134 @@
+"""What the worker bridge needs of the `Durable` instance of an app, and the records that pass between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+from uuid import UUID
+
+from umt_durable.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from umt_durable.bridge.message import TaskMessage
+    from umt_durable.settings import Settings
+
+NODE_VARIABLE = "UMT_DURABLE_NODE"
+"""The environment variable by which the pool children of a worker learn its node id (32 hex digits)."""
+
+CLAIM_KEY = "umt_claim"
+"""The request key of a delivery's claim id (32 hex digits). The child drops it before it copies request headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One delivery of a run to a pool: the claim id given to it, and the run as the message names it."""
+
+    claim: UUID
+    run: str
+    nesting: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChildLost:
+    """A pool child is known to have ended; no delay protects its runs.
+
+    Units: `status` is an exit status, or minus the number of the signal that ended the child; None when unknown.
+    """
+
+    pid: int
+    status: int | None
+    delivery: Delivery | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryEnded:
+    """A delivery is over without a word from its body, whose process may still be unwinding unless `known_dead`."""
+
+    delivery: Delivery
+    known_dead: bool
+    reason: str
+
+
+Incident = ChildLost | DeliveryEnded
+
+
+class Incidents(Protocol):
+    """Takes what the main process sees happen to its children and deliveries.
+
+    Both methods return at once and are safe in a signal handler: they queue, and nothing else.
+    """
+
+    def child_lost(self, *, pid: int, status: int | None, delivery: Delivery | None) -> None:
+        """Queue that a pool child has ended. `delivery` is what it was executing, when that is known."""
+
+    def delivery_ended(self, delivery: Delivery, *, known_dead: bool, reason: str) -> None:
+        """Queue that a delivery is over: a time limit, a terminated or cancelled request, an exit of the body."""
+
+    def start(self) -> None:
+        """Start to act on what is queued. Called once, in the main process, after the pool has started."""
+
+    def stop(self) -> None:
+        """Act on everything queued so far, within a few seconds, and end."""
+
+
+class Service(Protocol):
+    """Something that runs beside the pool in a worker's main process."""
+
+    def start(self) -> None:
+        """Start it; the caller does not wait for it."""
+
+    def stop(self) -> None:
+        """End it within a few seconds."""
+
+
+class DurableRuntime(Protocol):
+    """The `Durable` instance of an app, as far as a worker's main process uses it; found as `app.umt_durable`."""
+
+    node: UUID
+    """The id of this main process; set here when a worker starts, and in the environment for its children."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force."""
+
+    @property
+    def incidents(self) -> Incidents:
+        """Where incidents go."""
+
+    @property
+    def lease(self) -> Service:
+        """The lease of the main process."""
+
+    @property
+    def pulse(self) -> Service:
+        """Relay and maintenance of this worker."""
+
+    def take_in(self, batch: Sequence[TaskMessage]) -> None:
+        """Commit the runs of foreign messages, once per (id, nesting), in one transaction.
+
+        Errors: any of psycopg or of this package; the caller decides which refuse a message and which are an outage.
+        """
+
+    def has_run(self, run_id: str) -> bool:
+        """Say whether a run row with this id exists, in the database."""
+
+    def check_schema(self) -> None:
+        """Return if the schema fits this code. Leaves no connection open: the pool forks afterwards.
+
+        Errors: SchemaError with the command to run; DatabaseUnavailableError after a bounded time.
+        """
+
+    def banner(self) -> str:
+        """Say in one line what runs where, without secrets."""
+
+
+def runtime_of(app: Any) -> DurableRuntime:
+    """Return the `Durable` instance of an app.
+
+    Errors: ConfigurationError when the app has none.
+    """
+    runtime = getattr(app, "umt_durable", None)
+    if runtime is None:
+        raise ConfigurationError(f"the Celery app {app.main!r} has durable tasks but no Durable(app)")
+    return cast("DurableRuntime", runtime)
