@@ -1,0 +1,204 @@
+"""The Celery app that the tests' worker processes run: durable tasks that log every entry into a body.
+
+`celery -A tests.support.apps:app worker` reads its broker, result backend, database and schema from the environment;
+a test process builds the same tasks for its own environment with `build`. Gates named in the arguments let a test stop
+a run inside a chosen step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+from celery import Celery
+
+from tests.support import bodylog, gates
+from tests.support.queues import QUEUE
+from umt_durable import Durable, RetryPolicy, TaskContext, current_context
+
+LEDGER = "UMT_TEST_LEDGER"
+
+
+def log_and_pass(step: str, value: int, gate: str = "") -> int:
+    """Be the body of most steps: log the entry, stop at a gate, return the value."""
+    with bodylog.body(step):
+        gates.pass_through(gate)
+        return value
+
+
+def write_ledger(step: str, value: int) -> int:
+    """Write one row into the application's ledger, which has no unique constraint, so that a double shows."""
+    with bodylog.body(step):
+        with psycopg.connect(os.environ["DURABLE_DATABASE_URL"], autocommit=True) as conn:
+            conn.execute(f"INSERT INTO {os.environ[LEDGER]} (step, value) VALUES (%s, %s)".encode(), (step, value))
+        return value
+
+
+def book(tx: Any, step: str, value: int) -> int:
+    """Write one row into the same ledger through the step's own transaction."""
+    with bodylog.body(step):
+        tx.execute(f"INSERT INTO {os.environ[LEDGER]} (step, value) VALUES (%s, %s)".encode(), (step, value))
+        return value
+
+
+def fail_first(step: str, times: int) -> int:
+    """Raise at the first `times` entries over all processes, then return how many entries there were."""
+    with bodylog.body(step):
+        entered = bodylog.BodyLog.from_environment().count(current_context().run_id, step)
+        if entered <= times:
+            raise FlakyError(f"{step} fails for the {entered}. time")
+        return entered
+
+
+class FlakyError(Exception):
+    """What `fail_first` raises; it may be tried again."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The app and its tasks, built for one environment."""
+
+    app: Celery
+    durable: Durable
+    ten_steps: Any
+    one_step: Any
+    no_step: Any
+    ledger: Any
+    booking: Any
+    sleeper: Any
+    waiter: Any
+    flaky_step: Any
+    flaky_run: Any
+    broken: Any
+    unstorable: Any
+    swallower: Any
+    add: Any
+    note: Any
+
+
+def build(environ: Mapping[str, str] | None = None) -> Tasks:
+    """Return an app with all tasks for an environment, that of this process when none is given."""
+    environ = os.environ if environ is None else environ
+    app = Celery("umt-tests", broker=environ.get("CELERY_BROKER_URL"), backend=environ.get("CELERY_RESULT_BACKEND"))
+    app.conf.update(task_default_queue=QUEUE, worker_prefetch_multiplier=1, broker_connection_retry_on_startup=True)
+    durable = Durable(app, **_given(environ))
+    return Tasks(app=app, durable=durable, **_durable_tasks(durable), **_plain_tasks(app))
+
+
+def _given(environ: Mapping[str, str]) -> dict[str, str]:
+    names = ("DURABLE_DATABASE_URL", "DURABLE_SCHEMA", "DURABLE_LEASE_SECONDS", "DURABLE_EMBEDDED")
+    return {name.removeprefix("DURABLE_").lower(): environ[name] for name in names if name in environ}
+
+
+def _durable_tasks(durable: Durable) -> dict[str, Any]:
+    @durable.task(name="tests.ten_steps", version=1)
+    def ten_steps(ctx: TaskContext, gate_step: int = 0, gate: str = "") -> list[int]:
+        return [
+            ctx.step.run(f"step-{number}", log_and_pass, f"step-{number}", number, gate if number == gate_step else "")
+            for number in range(1, 11)
+        ]
+
+    @durable.task(name="tests.one_step", version=1)
+    def one_step(ctx: TaskContext, value: int, gate: str = "") -> int:
+        return ctx.step.run("only", log_and_pass, "only", value, gate)
+
+    @durable.task(name="tests.no_step", version=1)
+    def no_step(ctx: TaskContext, value: int) -> int:
+        return log_and_pass("body", value)
+
+    @durable.task(name="tests.ledger", version=1)
+    def ledger(ctx: TaskContext, value: int) -> int:
+        return ctx.step.run("write", write_ledger, "write", value)
+
+    @durable.task(name="tests.booking", version=1)
+    def booking(ctx: TaskContext, value: int) -> int:
+        return ctx.step.transaction("book", book, "book", value)
+
+    @durable.task(name="tests.sleeper", version=1)
+    def sleeper(ctx: TaskContext, seconds: float, value: int = 0) -> int:
+        ctx.step.run("before", log_and_pass, "before", value)
+        ctx.step.sleep("nap", timedelta(seconds=seconds))
+        return ctx.step.run("after", log_and_pass, "after", value)
+
+    @durable.task(name="tests.waiter", version=1)
+    def waiter(ctx: TaskContext, fact: str, key: str | None = None, timeout: float | None = None) -> Any:
+        ctx.step.run("before", log_and_pass, "before", 0)
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        found = ctx.step.wait_for_fact(fact, key=key, timeout=limit)
+        ctx.step.run("after", log_and_pass, "after", 0)
+        return found.payload
+
+    return {
+        "ten_steps": ten_steps,
+        "one_step": one_step,
+        "no_step": no_step,
+        "ledger": ledger,
+        "booking": booking,
+        "sleeper": sleeper,
+        "waiter": waiter,
+        **_failing_tasks(durable),
+    }
+
+
+def _failing_tasks(durable: Durable) -> dict[str, Any]:
+    quick = RetryPolicy(max_attempts=4, initial=timedelta(milliseconds=100), maximum=timedelta(seconds=1))
+
+    @durable.task(name="tests.flaky_step", version=1)
+    def flaky_step(ctx: TaskContext, times: int) -> int:
+        ctx.step.run("before", log_and_pass, "before", 0)
+        return ctx.step.options(retry=quick).run("flaky", fail_first, "flaky", times)
+
+    @durable.task(name="tests.flaky_run", version=1, retry=quick)
+    def flaky_run(ctx: TaskContext, times: int) -> int:
+        ctx.step.run("before", log_and_pass, "before", 0)
+        return fail_first("body", times)
+
+    @durable.task(name="tests.broken", version=1)
+    def broken(ctx: TaskContext) -> None:
+        raise FlakyError("always")
+
+    @durable.task(name="tests.unstorable", version=1)
+    def unstorable(ctx: TaskContext) -> None:
+        ctx.step.run("bad", lambda: {"open": {1, 2, 3}})
+
+    @durable.task(name="tests.swallower", version=1)
+    def swallower(ctx: TaskContext, seconds: float) -> int:
+        try:
+            ctx.step.sleep("nap", timedelta(seconds=seconds))
+        except Exception:  # noqa: BLE001  # the point of this task: user code that catches all must not lose the sleep
+            return log_and_pass("swallowed", -1)
+        return log_and_pass("slept", 1)
+
+    return {
+        "flaky_step": flaky_step,
+        "flaky_run": flaky_run,
+        "broken": broken,
+        "unstorable": unstorable,
+        "swallower": swallower,
+    }
+
+
+def _plain_tasks(app: Celery) -> dict[str, Any]:
+    @app.task(name="tests.add", shared=False)
+    def add(left: int, right: int) -> int:
+        return left + right
+
+    @app.task(name="tests.note", shared=False)
+    def note(*values: object, step: str = "note") -> None:
+        """Be a callback: log that it was called, with the name it was given."""
+        bodylog.write(step, "begin")
+
+    return {"add": add, "note": note}
+
+
+def __getattr__(name: str) -> Any:
+    # Built when asked for: the tests import this module in processes that have no broker and no database.
+    if name in ("app", "durable"):
+        tasks = build()
+        globals().update(app=tasks.app, durable=tasks.durable)
+        return globals()[name]
+    raise AttributeError(name)

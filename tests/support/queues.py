@@ -1,0 +1,3 @@
+"""Names that test processes and worker processes share."""
+
+QUEUE = "umt-tests"
