@@ -1,0 +1,71 @@
+"""S06: the same message twenty times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from kombu import Connection as BrokerConnection
+from kombu import Producer
+
+from tests.support.apps import Tasks
+from tests.support.bodylog import BodyLog
+from tests.support.brokers import Broker, wait_until_empty
+from tests.support.queues import QUEUE
+from tests.support.wait import until
+from tests.support.workers import Pool, Worker
+from umt_durable.bridge.message import hint
+from umt_durable.database import Connection
+from umt_durable.records import event_id
+from umt_durable.states import RunState
+from umt_durable.store import workers
+
+pytestmark = pytest.mark.processes
+
+
+def test_s06_i3_i24_twenty_copies_of_a_hint_make_one_execution(
+    tasks: Tasks,
+    start_worker: Callable[..., Worker],
+    wait_for_state: Callable[..., None],
+    broker: Broker,
+    body_log: BodyLog,
+    conn: Connection,
+    pool: Pool,
+) -> None:
+    start_worker(pool=pool, concurrency=2 if pool != "solo" else 1)
+    result = tasks.ten_steps.delay()
+    wait_for_state(result.id, RunState.SUCCEEDED)
+    run = tasks.durable.get(result.id)
+    copy = hint(
+        tasks.app,
+        key=event_id(run.no, 0, "run", 0),
+        run_id=run.id,
+        nesting=0,
+        task=run.task,
+        queue=QUEUE,
+        priority=None,
+        gen=0,
+        envelope=None,
+    )
+
+    with BrokerConnection(broker.url) as connection, Producer(connection) as producer:
+        for _ in range(20):
+            producer.publish(
+                copy.body,
+                exchange=copy.exchange,
+                routing_key=copy.routing_key,
+                content_type=copy.content_type,
+                content_encoding=copy.content_encoding,
+                headers=dict(copy.headers),
+                correlation_id=run.id,
+            )
+    until(
+        lambda: workers.sum_counters(conn).get("duplicate_delivery", 0) >= 20,
+        timeout=30,
+        what="20 deliveries to be counted as duplicates",
+    )
+    wait_until_empty(broker, QUEUE)
+
+    assert body_log.counts(result.id) == {f"step-{number}": 1 for number in range(1, 11)}
+    assert len(tasks.durable.history(result.id).attempts) == 1
+    assert result.get(timeout=30) == list(range(1, 11))
