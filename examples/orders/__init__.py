@@ -1,0 +1,1 @@
+"""A shop that fulfils orders, a bank, and a demo that kills them while they work."""
