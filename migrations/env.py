@@ -18,6 +18,7 @@ def run_offline() -> None:
     """Print the SQL."""
     context.configure(
         dialect_name="postgresql",
+        dialect_opts={"paramstyle": "named"},  # the driver's own style would double each % of the text
         version_table=VERSION_TABLE,
         version_table_schema=schema,
         literal_binds=True,

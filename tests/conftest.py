@@ -9,6 +9,7 @@
     start_worker, serve     start real processes, which are gone when the test is over
     body_log, gates         what the bodies of tests/support/apps.py wrote, and where they stop
     pool                    the supported pools in turn
+    tasks                   the tasks of those processes, to be called from the test; `wait_for_state` waits for runs
 
 A missing service skips with a reason that the summary counts, and fails where CI=true.
 """
@@ -18,14 +19,14 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
-from tests.support import diagnose, guard, skips, workers
+from tests.support import apps, diagnose, guard, skips, workers
 from tests.support.bodylog import VARIABLE as BODY_LOG
 from tests.support.bodylog import BodyLog
 from tests.support.brokers import NAMES as BROKERS
@@ -46,9 +47,11 @@ from tests.support.postgres import (
 from tests.support.proxy import Proxy
 from tests.support.rabbit import NoRabbitError, Rabbit, find
 from tests.support.valkey import Valkey
+from tests.support.wait import until
 from tests.support.workers import POOLS, Pool, Serve, Worker
 from umt_durable.database import Connection, Database
 from umt_durable.settings import Settings
+from umt_durable.states import RunState
 
 # No example database: the project folder may be read-only, and a shared machine sets no time for one example.
 hypothesis.settings.register_profile("suite", deadline=None, database=None, derandomize=skips.in_ci(), print_blob=True)
@@ -339,3 +342,27 @@ def serve(worker_env: dict[str, str]) -> Iterator[Callable[..., Serve]]:
     yield start
     for process in reversed(started):
         process.close()
+
+
+@pytest.fixture
+def tasks(worker_env: dict[str, str]) -> Iterator[apps.Tasks]:
+    """Return the tasks of the workers, for enqueuing from this process."""
+    tasks = apps.build(worker_env)
+    yield tasks
+    tasks.durable.stop()
+    tasks.app.close()
+
+
+@pytest.fixture
+def wait_for_state(tasks: apps.Tasks) -> Callable[..., None]:
+    """Return a function that waits until runs are in a state."""
+
+    def wait(ids: Sequence[str] | str, state: RunState, timeout: float = 60.0) -> None:
+        wanted = [ids] if isinstance(ids, str) else list(ids)
+
+        def look() -> bool:
+            return all(tasks.durable.get(run_id).state is state for run_id in wanted)
+
+        until(look, timeout=timeout, what=f"{len(wanted)} run(s) to be {state}")
+
+    return wait

@@ -56,7 +56,7 @@ class _PsycopgCaller:
     def __init__(self, conn: psycopg.Connection[Any]) -> None:
         if conn.autocommit and conn.info.transaction_status is TransactionStatus.IDLE:
             raise AutocommitError(
-                "the psycopg connection is in autocommit, with no transaction open: put `with conn.transaction():` around"
+                "the psycopg connection is in autocommit with no transaction open: use `with conn.transaction():`"
             )
         self._conn = conn
 

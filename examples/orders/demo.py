@@ -125,6 +125,7 @@ def _drive(stage: Stage, clients: Clients, saboteur: Saboteur, display: Display,
     """Let orders come in and approvals be given until every run has ended; give the seconds that took."""
     began = time.monotonic()
     all_ended: float | None = None
+    bodies = steplog.Follower(stage.diary)
     while True:
         now = time.monotonic() - began
         clients.submit(1 + int(now / arrival_seconds * clients.orders))
@@ -133,9 +134,8 @@ def _drive(stage: Stage, clients: Clients, saboteur: Saboteur, display: Display,
         counts = Counter(states.values())
         for worker in stage.workers:
             worker.check()
-        display.show(
-            Progress(now, len(clients.runs), clients.orders, counts, saboteur.bodies_entered, len(saboteur.kills))
-        )
+        bodies.advance()
+        display.show(Progress(now, len(clients.runs), clients.orders, counts, bodies.entered, len(saboteur.kills)))
         if len(clients.runs) == clients.orders and journal.TERMINAL.issuperset(counts):
             all_ended = now if all_ended is None else all_ended
             if saboteur.finished or now > all_ended + GRACE_SECONDS:

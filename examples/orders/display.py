@@ -89,10 +89,11 @@ class Display:
 
     def say(self, text: str) -> None:
         """Tell of one event."""
-        with self._lock:
-            self._events.append(text)
         if self._live is None:
             self.console.print(text, markup=False, soft_wrap=True)
+            return
+        with self._lock:
+            self._events.append(text)
 
     def _picture(self) -> RenderableType:
         with self._lock:

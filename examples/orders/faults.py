@@ -129,11 +129,6 @@ class Saboteur:
             helper.join()
 
     @property
-    def bodies_entered(self) -> int:
-        """Count the step bodies entered so far."""
-        return self._bodies.entered
-
-    @property
     def finished(self) -> bool:
         return not self._thread.is_alive() and not any(helper.is_alive() for helper in self._helpers)
 
@@ -206,14 +201,15 @@ class Saboteur:
     def _kill_worker(self) -> None:
         # Looked up before the hunt, since it takes longer than many a body.
         families = {worker.pid: worker.family() for worker in self._scene.workers}
-        entry = self._hunt(lambda entry: True, HUNT_SECONDS)
+        entry = self._hunt(self._is_paid, HUNT_SECONDS)
         victims = [worker for worker in self._scene.workers if entry is not None and worker.owns(entry.pid)]
         worker = victims[0] if victims else self._scene.workers[0]
         worker.kill()
         family = families[worker.pid]
         self._bodies.advance()
         bodies = [body for pid in family if (body := self._bodies.forget(pid)) is not None]
-        kill = Kill(Kind.WORKER, worker.pid, bodies[0] if bodies else None)
+        body = max(bodies, key=self._is_paid, default=None)
+        kill = Kill(Kind.WORKER, worker.pid, body, paid=body is not None and self._is_paid(body))
         self.kills.append(kill)
         self._say(f"kill -9 {' '.join(map(str, family))}: worker {worker.name} and its children, {_describe(kill)}")
         self._say(f"worker {self._scene.replace_worker(worker).name} is started in its place")

@@ -88,6 +88,8 @@ class Stage:
     def make_worker(self, *, env: Mapping[str, str] | None = None, **options: Any) -> Worker:
         """Return a worker that is not started yet."""
         chosen: dict[str, Any] = {"app": "tests.celery.recording:app", "concurrency": 1, **options}
+        # A worker spends its first second on asking its neighbours, of which it has none.
+        chosen["options"] = ["--without-mingle", "--without-gossip", *options.get("options", ())]
         worker = Worker(env={**self.env, **(env or {})}, **chosen)
         self._workers.append(worker)
         return worker

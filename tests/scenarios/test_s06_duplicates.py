@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from kombu import Connection as BrokerConnection
-from kombu import Producer
 
 from tests.support.apps import Tasks
 from tests.support.bodylog import BodyLog
@@ -48,7 +46,7 @@ def test_s06_i3_i24_twenty_copies_of_a_hint_make_one_execution(
         envelope=None,
     )
 
-    with BrokerConnection(broker.url) as connection, Producer(connection) as producer:
+    with tasks.app.connection_for_write() as connection, connection.Producer() as producer:
         for _ in range(20):
             producer.publish(
                 copy.body,

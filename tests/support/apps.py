@@ -8,6 +8,7 @@ a run inside a chosen step.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ from celery import Celery
 
 from tests.support import bodylog, gates
 from tests.support.queues import QUEUE
-from umt_durable import Durable, RetryPolicy, TaskContext, current_context
+from umt_durable import Durable, DurableTask, RetryPolicy, StepFailedError, TaskContext, current_context
 
 LEDGER = "UMT_TEST_LEDGER"
 
@@ -74,9 +75,12 @@ class Tasks:
     flaky_step: Any
     flaky_run: Any
     broken: Any
+    exiting: Any
+    classic: Any
     unstorable: Any
     swallower: Any
     add: Any
+    total: Any
     note: Any
 
 
@@ -89,7 +93,7 @@ def build(environ: Mapping[str, str] | None = None) -> Tasks:
     return Tasks(app=app, durable=durable, **_durable_tasks(durable), **_plain_tasks(app))
 
 
-def _given(environ: Mapping[str, str]) -> dict[str, str]:
+def _given(environ: Mapping[str, str]) -> dict[str, Any]:
     names = ("DURABLE_DATABASE_URL", "DURABLE_SCHEMA", "DURABLE_LEASE_SECONDS", "DURABLE_EMBEDDED")
     return {name.removeprefix("DURABLE_").lower(): environ[name] for name in names if name in environ}
 
@@ -161,6 +165,22 @@ def _failing_tasks(durable: Durable) -> dict[str, Any]:
     def broken(ctx: TaskContext) -> None:
         raise FlakyError("always")
 
+    @durable.task(name="tests.exiting", version=1)
+    def exiting(ctx: TaskContext) -> None:
+        with bodylog.body("exit"):
+            sys.exit(3)
+
+    @durable.app.task(name="tests.classic", base=DurableTask, bind=True, max_retries=3, shared=False)
+    def classic(self: Any, times: int) -> int:
+        try:
+            return current_context().step.run("flaky", fail_first, "flaky", times)
+        except (FlakyError, StepFailedError):
+            fail_first("outside", 0)
+        try:
+            return fail_first("body", times)
+        except FlakyError as error:
+            raise self.retry(exc=error, countdown=0.05) from error
+
     @durable.task(name="tests.unstorable", version=1)
     def unstorable(ctx: TaskContext) -> None:
         ctx.step.run("bad", lambda: {"open": {1, 2, 3}})
@@ -177,6 +197,8 @@ def _failing_tasks(durable: Durable) -> dict[str, Any]:
         "flaky_step": flaky_step,
         "flaky_run": flaky_run,
         "broken": broken,
+        "exiting": exiting,
+        "classic": classic,
         "unstorable": unstorable,
         "swallower": swallower,
     }
@@ -187,12 +209,16 @@ def _plain_tasks(app: Celery) -> dict[str, Any]:
     def add(left: int, right: int) -> int:
         return left + right
 
+    @app.task(name="tests.total", shared=False)
+    def total(values: list[int]) -> int:
+        return sum(values)
+
     @app.task(name="tests.note", shared=False)
     def note(*values: object, step: str = "note") -> None:
         """Be a callback: log that it was called, with the name it was given."""
         bodylog.write(step, "begin")
 
-    return {"add": add, "note": note}
+    return {"add": add, "total": total, "note": note}
 
 
 def __getattr__(name: str) -> Any:

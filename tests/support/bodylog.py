@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 VARIABLE = "UMT_TEST_BODY_LOG"
@@ -59,10 +60,10 @@ def body(step: str) -> Iterator[None]:
     from umt_durable import current_context  # imported late: a test process reads logs without it
 
     ctx = current_context()
-    where = {"run": ctx.run_id, "fence": ctx.attempt_token.fence, "attempt": ctx.attempt}
-    write(step, "begin", **where)
+    log = partial(write, step, run=ctx.run_id, fence=ctx.attempt_token.fence, attempt=ctx.attempt)
+    log("begin")
     yield
-    write(step, "end", **where)
+    log("end")
 
 
 class BodyLog:

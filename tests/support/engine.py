@@ -67,7 +67,7 @@ class Process:
         return self.executor.execute(delivery, reporter or RecordingReporter())
 
     def freeze(self) -> None:
-        """Let this process fall silent, as SIGSTOP would: its lease is not renewed from now on, but it knows nothing."""
+        """Fall silent, as under SIGSTOP: the lease is not renewed from now on, and the process knows nothing."""
         self.lease.stopping = True
         self.lease.wake.set()
 

@@ -41,10 +41,11 @@ def broker(app: Any) -> Findings:
 
 
 def workers(app: Any, live: Sequence[str]) -> Findings:
-    """Ask the workers that hold a lease whether they also listen to this broker. `live` names them for people."""
+    """Ask the workers that hold a lease whether they also listen to this broker, which answers; `live` names them."""
     if not live:
         return
-    replies = app.control.ping(timeout=PING_SECONDS) or []
+    with app.connection_for_write(connect_timeout=TRY_SECONDS) as connection:
+        replies = app.control.ping(timeout=PING_SECONDS, connection=connection) or []
     if replies:
         yield ok("remote control", f"{len(replies)} workers answer through the broker")
     else:

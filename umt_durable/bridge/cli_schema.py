@@ -8,6 +8,7 @@ from umt_durable import migrate as schema_of
 from umt_durable.bridge.console import emit, json_option, say
 from umt_durable.bridge.durable import Durable
 from umt_durable.bridge.project import project_of
+from umt_durable.settings import Settings
 
 
 @click.command()
@@ -24,13 +25,14 @@ def migrate(ctx: click.Context, as_sql: bool, schema: str | None, as_json: bool)
     """
     durable = project_of(ctx).durable("nothing" if as_sql else "database")
     if as_sql:
-        click.echo(schema_of.migration_sql(checked(schema or durable.settings.schema)))
+        click.echo(schema_of.migration_sql(checked(durable, schema)))
         return
     before, after = bring(durable, schema)
+    name = checked(durable, schema)
     if as_json:
-        emit({"schema": schema or durable.settings.schema, "before": before, "after": after}, [], as_json=True)
+        emit({"schema": name, "before": before, "after": after}, [], as_json=True)
     else:
-        say(told(schema or durable.settings.schema, before, after))
+        say(told(name, before, after))
 
 
 def bring(durable: Durable, schema: str | None = None) -> tuple[str | None, str]:
@@ -38,7 +40,7 @@ def bring(durable: Durable, schema: str | None = None) -> tuple[str | None, str]
 
     Errors: SchemaError when it is ahead; DatabaseUnavailableError; ConfigurationError for a name that is none.
     """
-    url, name = durable.database.url, checked(schema or durable.settings.schema)
+    url, name = durable.database.url, checked(durable, schema)
     before = schema_of.read_revision(url, name)
     return before, schema_of.migrate_engine_schema(url, name)
 
@@ -50,8 +52,9 @@ def told(schema: str, before: str | None, after: str) -> str:
     return f"schema {schema!r} is at revision {after} now" + (f"; it was at {before}" if before else "")
 
 
-def checked(schema: str) -> str:
-    """Return a schema name that the settings accept, too."""
-    from umt_durable.settings import Settings
+def checked(durable: Durable, schema: str | None) -> str:
+    """Return the schema that is meant.
 
-    return Settings(schema=schema).schema
+    Errors: ConfigurationError for a name that Postgres would not take as it is.
+    """
+    return durable.settings.schema if schema is None else Settings(schema=schema).schema

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
@@ -19,6 +19,7 @@ from umt_durable.bridge.runtime import CLAIM_KEY
 from umt_durable.engine.executor import Delivery, Dropped, Finished, Outcome, Parked
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.registry import TaskDefinition
+from umt_durable.failpoints import point
 from umt_durable.records import event_id
 from umt_durable.states import OutboxType, RunState
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _FINISHED = "umt_durable_finished"
+_dumps: Callable[[Any], str] = kombu_json.dumps
 _SIMPLE = (str, int, float, bool, type(None))
 
 
@@ -53,8 +55,7 @@ def settle(durable: Durable, task: DurableTask, request: Context, reporter: Cele
 
     match outcome:
         case Finished(state=RunState.CANCELLED):
-            task.backend.mark_as_revoked(request.id, "cancelled", request=request, store_result=reporter.reports)
-            durable.process_lease.forget(outcome.token.claim, outcome.events)
+            _revoked(durable, task, request, reporter, outcome)
             raise ignore("the run is cancelled")
         case Finished():
             return _finish(durable, task, request, reporter, outcome)
@@ -65,18 +66,32 @@ def settle(durable: Durable, task: DurableTask, request: Context, reporter: Cele
             raise ignore(reason)
 
 
+def _revoked(
+    durable: Durable, task: DurableTask, request: Context, reporter: CeleryReporter, outcome: Finished
+) -> None:
+    try:
+        task.backend.mark_as_revoked(request.id, "cancelled", request=request, store_result=reporter.reports)
+    except Exception as error:  # noqa: BLE001 - each backend raises its own; the relay finds the row and tries again
+        logger.warning("the cancel of %s is reported by the relay: %s", request.id, type(error).__name__)
+    else:
+        durable.process_lease.forget(outcome.token.claim, outcome.events)
+
+
 def _finish(durable: Durable, task: DurableTask, request: Context, reporter: CeleryReporter, outcome: Finished) -> Any:
     envelope = reporter.envelope
     definition = durable.tasks.get(task.name)
     value = plain(outcome.value, outcome.data, definition)
     published = [event_id(outcome.token.run, outcome.token.fence + 1, OutboxType.RESULT, 0)] if reporter.reports else []
     for ordinal in range(callbacks.count(envelope, outcome.state)):
+        point("finish.callback.b")
         try:
             callbacks.dispatch(durable.app, request, envelope, ordinal, value=value, error=outcome.error)
         except Exception as error:  # noqa: BLE001 - whatever it was, the relay finds the row and tries again
             logger.warning("a callback of %s is left to the relay: %s", request.id, type(error).__name__)
         else:
             published.append(event_id(outcome.token.run, outcome.token.fence + 1, OutboxType.CALLBACK, ordinal))
+            point("finish.callback.a")
+    point("finish.result.b")
     # The tracer re-reads these from the request and dispatches what is left: nothing, but the failing of later chain
     # members, which is its business.
     request.callbacks = request.errbacks = None
@@ -92,6 +107,7 @@ def forget_published(sender: Any, **_: Any) -> None:
     found = getattr(sender.request, _FINISHED, None) if getattr(sender, "request_stack", None) else None
     durable = getattr(getattr(sender, "app", None), "umt_durable", None)
     if found is not None and durable is not None:
+        point("finish.result.a")
         durable.process_lease.forget(*found)
 
 
@@ -106,7 +122,7 @@ def plain(value: Any, data: bytes | None, definition: TaskDefinition) -> Any:
     if data is None or isinstance(value, _SIMPLE) or definition.result is codec.EMPTY:
         return value
     try:
-        kombu_json.dumps(value)
+        _dumps(value)
     except Exception:  # noqa: BLE001 - whatever its types make of that: the stored JSON says the same
         return json.loads(data)
     return value

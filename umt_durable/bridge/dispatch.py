@@ -18,7 +18,7 @@ from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.outgoing import Outgoing, Report, reason
 from umt_durable.bridge.publisher import Publisher
 from umt_durable.engine import failures
-from umt_durable.errors import DecodingError, UnknownTaskError
+from umt_durable.errors import BrokerUnavailableError, DecodingError, UnknownTaskError
 from umt_durable.records import FinishedRun, OutboxEntry
 from umt_durable.states import OutboxType, RunState
 
@@ -73,7 +73,10 @@ class CeleryDispatcher:
             except Exception as error:  # noqa: BLE001 - one row that cannot be built must not stop the batch
                 refused[entry.id] = reason(error)
         if batch:
-            sent = self._publisher.publish(batch)
+            try:
+                sent = self._publisher.publish(batch)
+            except BrokerUnavailableError as error:
+                raise BrokerUnavailableError(str(error), confirmed | error.confirmed) from error
             confirmed |= sent.confirmed
             refused |= sent.refused
         return Report(frozenset(confirmed), refused)

@@ -61,8 +61,10 @@ def examine(project: Project) -> Iterator[Finding]:
         yield checks_database.unreachable(str(error))
     except psycopg.Error as error:
         yield checks_database.unreachable(redact_text(f"Postgres refuses a question: {error}"))
-    yield from checks_broker.broker(durable.app)
-    yield from checks_broker.workers(durable.app, live)
+    broker = list(checks_broker.broker(durable.app))
+    yield from broker
+    if all(finding.level is not Level.FAIL for finding in broker):
+        yield from checks_broker.workers(durable.app, live)
     yield from checks_settings.celery_settings(durable.app.conf, settings, longest_parked=longest)
 
 

@@ -7,12 +7,15 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from functools import cached_property, partial, wraps
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
 from celery import Celery, signals
+from celery.exceptions import Ignore, Retry
 from celery.utils.imports import symbol_by_name
+from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 
 from umt_durable import codec, migrate
@@ -29,8 +32,8 @@ from umt_durable.database import Database
 from umt_durable.engine.client import Client
 from umt_durable.engine.executor import Executor, Finished, Parked
 from umt_durable.engine.registry import TaskDefinition, TaskRegistry
-from umt_durable.engine.retry import RetryPolicy
-from umt_durable.errors import ConfigurationError, DurableError
+from umt_durable.engine.retry import RetryAfter, RetryPolicy
+from umt_durable.errors import ConfigurationError, DatabaseUnavailableError, DurableError
 from umt_durable.redaction import redact_url
 from umt_durable.services import takeover
 from umt_durable.services.intake import take_in
@@ -44,6 +47,8 @@ from umt_durable.store import runs
 
 if TYPE_CHECKING:
     from celery.app.task import Context
+
+logger = get_logger(__name__)
 
 
 class Durable:
@@ -139,7 +144,7 @@ class Durable:
                 schema=codec.InputSchema(function, task=task.name, skip_context=function is run),
                 function=function,
                 takes_context=False,
-                retry=getattr(task, "durable_retry", RetryPolicy.NONE),
+                retry=getattr(task, "durable_retry", BY_CELERY),
                 limit_seconds=task.time_limit,
                 owner=f"{task.__module__}.{task.__qualname__}",
             )
@@ -259,7 +264,17 @@ class Durable:
         if request.is_eager:
             return self._perform_eagerly(task, delivery, reporter, args, kwargs)
         executor = Executor(self.database, self.process_lease, self.settings, self.tasks, self.bindings)
-        return deliver.settle(self, task, request, reporter, executor.execute(delivery, reporter))
+        try:
+            outcome = executor.execute(delivery, reporter)
+        except DatabaseUnavailableError as error:
+            logger.warning("a delivery of %s is dropped, its run goes on later: %s", delivery.run_id, error)
+            raise Ignore("the database is away") from error
+        except BaseException as error:
+            # sys.exit() in a body, a defect of ours: neither outcome nor suspension, and never Celery's to report. The
+            # grant was given up, so the run is taken over, and the crash budget bounds how often.
+            logger.exception("a delivery of %s ended without an outcome", delivery.run_id)
+            raise Ignore(f"{type(error).__name__} left the body") from error
+        return deliver.settle(self, task, request, reporter, outcome)
 
     def take_in(self, batch: Sequence[TaskMessage]) -> None:
         """Commit the runs of foreign messages, once per (id, nesting), in one transaction."""
@@ -360,9 +375,21 @@ class Durable:
             lease.stop()
 
 
+BY_CELERY = RetryPolicy(1_000_000, retry_on=RetryAfter)
+"""The policy of an existing task: Celery's `self.retry()` and `autoretry_for` decide, and count, by themselves."""
+
+
 def _run(app: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call what an existing task does, bound to its instance, with the wrappers Celery put around it."""
-    return app.tasks[name].run(*args, **kwargs)
+    """Call what an existing task does, bound to its instance, with the wrappers Celery put around it.
+
+    Its `self.retry()` becomes a durable retry of the run.
+    """
+    try:
+        return app.tasks[name].run(*args, **kwargs)
+    except Retry as error:
+        wait = error.when
+        seconds = (wait - app.now()).total_seconds() if isinstance(wait, datetime) else float(wait or 0)
+        raise RetryAfter(max(0.0, seconds), str(error)) from error.exc
 
 
 class _MainLease:

@@ -22,6 +22,7 @@ from kombu.exceptions import OperationalError
 
 from umt_durable.bridge.message import TaskMessage, parse_publish
 from umt_durable.codec import input_hash
+from umt_durable.engine.context import current_context, has_context
 from umt_durable.errors import DefinitionError
 from umt_durable.records import Enqueued, NewRun
 
@@ -122,6 +123,8 @@ def send_task_message(
     if isinstance(producer, _NoProducer):
         headers["ignore_result"] = mine.ignore_result
     parsed = parse_publish(durable.app, name, message._replace(headers=headers), options)
+    if has_context() and parsed.id == current_context().run_id and parsed.nesting == current_context().nesting:
+        return None  # Celery's `retry` sends the same task again: the run that is being executed will be retried
     mine.done = durable.client.enqueue(new_run(durable, parsed, mine), conn=mine.conn)
     return None
 

@@ -49,6 +49,7 @@ class CeleryReporter:
         except DecodingError:  # the engine quarantines the run for it
             args, kwargs = (), {}
         restore_request(self._request, self.envelope, args, kwargs)
+        self._request.retries = grant.failures  # by which Celery's own retry counts
 
     @property
     def reports(self) -> bool:

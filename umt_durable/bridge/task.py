@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from umt_durable.bridge.durable import Durable
 
 
-class DurableTask(Task):  # type: ignore[misc]  # celery is untyped
+class DurableTask(Task):
     """A Celery task whose calls are runs in Postgres.
 
     `@durable.task` makes these; existing tasks take it as `@app.task(base=DurableTask, bind=True)` and reach their

@@ -31,6 +31,17 @@ _CACHES: Final = ("/var/cache/umt_durable", "/var/tmp/umt_durable-0", "/tmp/umt_
 _OPEN: Final = 0o755
 
 
+def require_extra() -> None:
+    """Make sure that everything of the extra is installed, before anything is started.
+
+    Errors: EmbeddedError with what to install.
+    """
+    _site_folder(_POSTGRES, "Postgres")
+    _site_folder(_VALKEY, "Valkey")
+    if importlib.util.find_spec("psutil") is None:
+        raise EmbeddedError(f"psutil is not installed. {INSTALL_HINT}")
+
+
 def postgres_folder(account: Account | None) -> Path:
     """Return the folder with `postgres` and `initdb`, which the account can run.
 

@@ -7,15 +7,13 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import BinaryIO, Final
 
 from umt_durable.embedded.account import Account, ids
-from umt_durable.embedded.binaries import INSTALL_HINT
-from umt_durable.errors import EmbeddedError
 
 _PAUSE: Final = 0.005
 _LAST_LINES: Final = 15
+_PID_DIGITS: Final = 11
 # The shell leaves at once, so the server is no child of ours: killing our tree or pressing Ctrl-C does not reach it.
 _DETACH: Final = '"$@" &'
 
@@ -84,7 +82,8 @@ def find_server(pid: int | None, name: str, folder: Path) -> int | None:
 
     A pid from a file proves nothing: after a restart of the machine or container it names somebody else.
     """
-    psutil = _psutil()
+    import psutil
+
     if pid is None:
         return None
     try:
@@ -102,12 +101,13 @@ def read_pid(path: Path) -> int | None:
         first = path.read_text(errors="replace").partition("\n")[0].strip()
     except FileNotFoundError:
         return None
-    return int(first) if first.isdecimal() else None
+    return int(first) if first.isdecimal() and len(first) < _PID_DIGITS else None
 
 
 def users_of(path: Path) -> list[int]:
     """Return the other processes that have a file open, as far as we may look; for messages, not for decisions."""
-    psutil = _psutil()
+    import psutil
+
     found: list[int] = []
     for process in psutil.process_iter():
         try:
@@ -116,12 +116,3 @@ def users_of(path: Path) -> list[int]:
         except (psutil.Error, OSError):
             continue
     return sorted(pid for pid in found if pid != os.getpid())
-
-
-def _psutil() -> ModuleType:
-    try:
-        import psutil
-    except ImportError as error:
-        raise EmbeddedError(f"psutil is not installed. {INSTALL_HINT}") from error
-    module: ModuleType = psutil
-    return module

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Final, Literal, Self
 
+from umt_durable.embedded.binaries import require_extra
 from umt_durable.embedded.home import START_SECONDS, Home, can_bind
 from umt_durable.embedded.locks import FileLock
 from umt_durable.embedded.process import environment, find_server, read_pid, spawn, tail, wait_until
@@ -91,6 +92,7 @@ class Server(ABC):
     def start_alone(self) -> None:
         """Do what `start` does, for a caller that is inside `home.starting()`."""
         fresh = False
+        require_extra()
         if not self._answers():
             alive = self._alive_lock()
             try:
@@ -111,6 +113,7 @@ class Server(ABC):
             if alive.try_exclusive():
                 self._leave_no_socket()
                 return False
+            require_extra()
             # A server that is just starting has not written its pid yet.
             wait_until(lambda: alive.try_exclusive() or self.pid is not None, seconds)
             pid = self.pid

@@ -11,6 +11,7 @@ from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database
 from umt_durable.engine.exits import Abandoned, Canceled
 from umt_durable.errors import DatabaseUnavailableError
+from umt_durable.failpoints import point
 from umt_durable.records import Grant
 from umt_durable.services.lease import Lease
 from umt_durable.states import AttemptOutcome
@@ -121,8 +122,10 @@ class Attempt:
         while not (asked and self.is_fresh()):
             self.signal.raise_if_set()
             self._must_be_alive()
+            point("step.grant.b")
             if self.write(lambda guard: journal.start(guard, entry), cancel=bool):
                 raise Canceled("cancelled")
+            point("step.grant.a")
             asked = True
         self._running = (entry, boottime())
 

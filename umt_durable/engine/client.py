@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
 from umt_durable import codec, telemetry
@@ -24,7 +24,11 @@ from umt_durable.sql import statements
 from umt_durable.states import RunState
 from umt_durable.store import attempts, facts, journal, runs, waits
 
+T = TypeVar("T")
+
 NOTIFY_EVERY_SECONDS = 0.005
+CALL_SECONDS = 10.0
+"""How long a caller is kept waiting for a database that does not answer."""
 MAX_PAGE = 1000
 
 
@@ -59,7 +63,7 @@ class Client:
         parameters = runs.enqueue_parameters(new, deliver_seconds=self._settings.deliver_seconds)
         point("enqueue.commit.b")
         if conn is None:
-            done = self._database.do(lambda own: runs.enqueue(own, new, deliver_seconds=self._settings.deliver_seconds))
+            done = self._do(lambda own: runs.enqueue(own, new, deliver_seconds=self._settings.deliver_seconds))
         else:
             row = self._call(caller(conn), "enqueue_run", parameters)
             assert row is not None
@@ -121,7 +125,7 @@ class Client:
         data = codec.encode(payload, codec.EMPTY, where=f"the payload of fact {name!r}").data
         parameters = {"name": name, "key": key, "payload": data, "actor": actor, "dedupe": dedupe, "fact": uuid4()}
         if conn is None:
-            fact = self._database.do(lambda own: facts.emit(own, parameters))
+            fact = self._do(lambda own: facts.emit(own, parameters))
             point("signal.commit.a")
             self._route(fact)
             return fact
@@ -134,7 +138,7 @@ class Client:
 
         Errors: UnknownRunError.
         """
-        found = self._database.do(lambda conn: runs.get(conn, _checked(run_id)))
+        found = self._do(lambda conn: runs.get(conn, _checked(run_id)))
         if found is None:
             raise UnknownRunError(run_id)
         return found
@@ -158,9 +162,7 @@ class Client:
             wanted = None if states is None else [RunState(state) for state in states]
         except ValueError as error:
             raise DefinitionError(str(error)) from None
-        return self._database.do(
-            lambda conn: runs.page(conn, task=task, states=wanted, ref=ref, before=before, limit=limit)
-        )
+        return self._do(lambda conn: runs.page(conn, task=task, states=wanted, ref=ref, before=before, limit=limit))
 
     def history(self, run_id: str) -> History:
         """Read what happened to a run.
@@ -172,11 +174,11 @@ class Client:
         def read(conn: Connection) -> History:
             return History(run, attempts.of_run(conn, run.no), journal.read(conn, run.no), waits.of_run(conn, run.no))
 
-        return self._database.do(read)
+        return self._do(read)
 
     def counts(self) -> dict[str, int]:
         """Count runs by state, paused ones under `paused`."""
-        return self._database.do(runs.count_by_state)
+        return self._do(runs.count_by_state)
 
     def result(self, run: Run, annotation: Any = codec.EMPTY) -> Any:
         """Return the result of a succeeded run, typed by an annotation if one is given."""
@@ -185,6 +187,9 @@ class Client:
     def failure(self, run: Run) -> Failure | None:
         """Return what is kept of a run's last error."""
         return None if run.error is None else failures.from_bytes(run.error)
+
+    def _do(self, work: Callable[[Connection], T]) -> T:
+        return self._database.do(work, seconds=CALL_SECONDS)
 
     def _say(
         self, run_id: str, name: str, payload: bytes, *, conn: object, actor: str | None, dedupe: str | None
@@ -199,7 +204,7 @@ class Client:
         }
         point("signal.commit.b")
         if conn is None:
-            fact = self._database.do(lambda own: facts.signal(own, parameters))
+            fact = self._do(lambda own: facts.signal(own, parameters))
         else:
             row = self._call(caller(conn), "signal_run", parameters)
             fact = None if row is None or row[0] is None else UUID(str(row[0]))

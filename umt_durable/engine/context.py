@@ -71,6 +71,11 @@ class TaskContext:
         return self._pass.run_id
 
     @property
+    def nesting(self) -> int:
+        """How often the task replaced itself by another one before this run; see Celery's `replace`."""
+        return self._pass.nesting
+
+    @property
     def trace_id(self) -> str:
         """32 hex digits that stay the same through all attempts of the run."""
         return uuid.uuid5(NAMESPACE, f"trace/{self._pass.run_id}").hex

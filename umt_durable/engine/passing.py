@@ -15,6 +15,7 @@ from umt_durable.engine.replay import Journal, KeyMaker
 from umt_durable.engine.reporting import Reporter
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import DurableError
+from umt_durable.failpoints import point
 from umt_durable.records import StepEntry, WaitEntry
 from umt_durable.session import Binding
 from umt_durable.states import AttemptOutcome, RunState
@@ -134,6 +135,7 @@ class Pass:
         attempt = self.attempt
         attempt.prove()
         self.reporter.suspending(state, until)
+        point("sleep.suspend.b")
         if not waits:
             attempt.end(
                 lambda guard: runs.suspend(guard, state=state, steps=steps, waits=(), poll=poll) or None,
@@ -141,6 +143,7 @@ class Pass:
             )
         elif not self._park(state, steps, waits, poll):
             return
+        point("sleep.suspend.a")
         telemetry.count(telemetry.Counter.SUSPENDED_RUN)
         self.leave(Suspended(state, until))
 
@@ -150,6 +153,7 @@ class Pass:
         def park(guard: Guard) -> str | None:
             with guard.conn.transaction():
                 cancel = runs.lock_grant(guard)
+                point("wait.run_lock.a")
                 if cancel is None:
                     return None
                 if cancel:

@@ -213,6 +213,7 @@ class Steps:
             encoded, decoded = codec.round_trip(value, body.annotation, where=f"step {body.name!r}")
         except EncodingError as error:
             self._record_failure(entry, body.name, error)
+        point("step.encode.a")
         point("step.commit.b")
         self._guarded(
             lambda: self._pass.attempt.commit(

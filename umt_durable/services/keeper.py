@@ -61,12 +61,12 @@ class Keeper:
                 pause = 0.0
                 if not self._has_work():
                     conn = close(conn)
+                continue
             except (*TRANSIENT, DatabaseUnavailableError) as error:
                 outage.failed(error)
-                conn, pause = close(conn), min(LONGEST_PAUSE, max(SHORTEST_PAUSE, pause * 2))
             except Exception:
                 logger.exception("the lease thread failed and goes on")
-                conn, pause = close(conn), LONGEST_PAUSE
+            conn, pause = close(conn), min(LONGEST_PAUSE, max(SHORTEST_PAUSE, pause * 2))
         close(conn)
 
     def _connect(self) -> Connection:

@@ -1,0 +1,504 @@
+"""The lease of a process on a real Postgres: renewed, fenced by its own clock, never crossing a fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+
+from tests.integration import service_kit as kit
+from tests.integration.service_kit import schema  # noqa: F401  a fixture
+from tests.support.proxy import Proxy
+from tests.support.wait import until
+from umt_durable import telemetry
+from umt_durable.clock import boottime
+from umt_durable.database import Connection, Database
+from umt_durable.records import RunNo, Token
+from umt_durable.services.lease import Lease
+from umt_durable.settings import Settings
+from umt_durable.store import journal, runs, workers
+from umt_durable.store.guard import Guard
+
+NODE = uuid4()
+
+# What is promised here does not depend on the server's version, and most of it takes a second or two.
+pytestmark = pytest.mark.private_postgres_only
+
+
+class Attempt:
+    """An attempt in flight that keeps what it was told."""
+
+    def __init__(self, token: Token | None = None, step: journal.Entry | None = None) -> None:
+        self.token = token or Token(RunNo(1), 1, uuid4())
+        self.told: list[tuple[str, float]] = []
+        self._running = None if step is None else (step, boottime() - 1.0)
+
+    def abort(self, reason: str) -> None:
+        self.told.append((reason, boottime()))
+
+    def running(self) -> tuple[journal.Entry, float] | None:
+        return self._running
+
+    @property
+    def reasons(self) -> list[str]:
+        return [reason for reason, _ in self.told]
+
+
+@pytest.fixture
+def make(database: Database, settings: Settings) -> Iterator[Callable[..., Lease]]:
+    """Return a function that makes leases, which end with the test."""
+    made: list[Lease] = []
+
+    def lease(**given: Any) -> Lease:
+        made.append(Lease(given.pop("database", database), settings, **{"node": NODE, **given}))
+        return made[-1]
+
+    yield lease
+    for one in made:
+        one.stop()
+
+
+def worker_row(conn: Connection, id: UUID, *columns: str) -> tuple[Any, ...]:
+    return kit.table(conn, f"SELECT {', '.join(columns)} FROM {{}}.worker WHERE id = %s", id)[0]
+
+
+def test_a_worker_id_comes_with_a_live_lease_and_stays_the_same(conn: Connection, make: Callable[..., Lease]) -> None:
+    lease = make(versions=["t", "t@1"])
+
+    first, second = lease.ensure(), lease.ensure()
+
+    assert first == second
+    assert lease.alive()
+    assert worker_row(
+        conn, first, "node", "pid", "versions", "lease_until > {}.now()".replace("{}", f'"{conn.schema}"')
+    ) == (
+        NODE,
+        os.getpid(),
+        ["t", "t@1"],
+        True,
+    )
+
+
+def test_a_main_process_has_its_lease_begun_without_waiting_for_it(
+    conn: Connection, make: Callable[..., Lease]
+) -> None:
+    make(versions=["t"]).start()
+
+    until(lambda: kit.table(conn, "SELECT 1 FROM {}.worker"), what="the lease to be begun")
+
+
+def test_rg4_two_processes_and_two_lives_of_one_never_share_an_id(make: Callable[..., Lease]) -> None:
+    first, second = make(), make()
+    ids = {first.ensure(), second.ensure()}
+    first.stop()
+
+    ids.add(first.ensure())
+
+    assert len(ids) == 3
+
+
+def test_a_lease_is_renewed_with_counts_and_hints_in_hand(conn: Connection, make: Callable[..., Lease]) -> None:
+    lease = make(versions=["t"], reserved=lambda: {"q": 3})
+    id = lease.ensure()
+    begun = worker_row(conn, id, "lease_until")[0]
+    telemetry.count(telemetry.Counter.EXECUTED_STEP, 7)
+    until(
+        lambda: (
+            worker_row(conn, id, "lease_until")[0] > begun
+            and worker_row(conn, id, "counters")[0].get("executed_step", 0) >= 7
+        ),
+        what="the lease to be renewed",
+    )
+
+    assert worker_row(conn, id, "reserved") == ({"q": 3},)
+
+
+def test_hints_that_cannot_be_counted_cost_no_lease(conn: Connection, make: Callable[..., Lease]) -> None:
+    def broken() -> dict[str, int]:
+        raise RuntimeError("no hub")
+
+    lease = make(versions=["t"], reserved=broken)
+    id = lease.ensure()
+    begun = worker_row(conn, id, "lease_until")[0]
+
+    until(lambda: worker_row(conn, id, "lease_until")[0] > begun, what="the lease to be renewed")
+
+
+def test_a_lease_that_ended_in_the_database_is_lost_for_good_and_its_attempts_are_told(
+    conn: Connection, make: Callable[..., Lease]
+) -> None:
+    lease, attempt = make(), Attempt()
+    old = lease.ensure()
+    lease.hold(attempt)
+
+    with kit.counted(telemetry.Counter.LEASE_LOST) as lost:
+        kit.table(conn, "UPDATE {}.worker SET lease_until = '-infinity'")
+        until(lambda: attempt.told, what="the attempt to be told")
+
+        assert lost() == 1
+    assert attempt.reasons == ["lease_lost"]
+    assert not lease.alive()
+    assert lease.ensure() != old
+    lease.release(attempt)
+
+
+def test_a_main_process_begins_another_lease_by_itself_when_one_is_lost(
+    conn: Connection, make: Callable[..., Lease]
+) -> None:
+    lease = make(versions=["t"])
+    old = lease.ensure()
+
+    kit.table(conn, "UPDATE {}.worker SET lease_until = '-infinity'")
+
+    until(lambda: lease.term is not None and lease.term.id != old and lease.alive(), what="another lease")
+
+
+def test_i7_a_process_cut_off_from_the_database_fences_itself_before_its_lease_ends(
+    settings: Settings, proxied_url: str, database_proxy: Proxy, make: Callable[..., Lease], conn: Connection
+) -> None:
+    """The network swallows everything: no error ever comes, only the clock says so."""
+    far = Database(replace(settings, database_url=proxied_url))
+    lease, attempt = make(database=far), Attempt()
+    old = lease.ensure()
+    lease.hold(attempt)
+
+    database_proxy.blackhole()
+    cut_off = boottime()
+    until(lambda: attempt.told, what="the attempt to be told")
+    told_at = attempt.told[0][1]
+    relied_on = not lease.alive() and lease.remaining() == 0.0
+    database_proxy.heal()
+
+    assert attempt.reasons == ["lease_lost"]
+    assert relied_on
+    assert told_at - cut_off <= settings.lease_seconds * 2 / 3 + 0.3
+    assert lease.ensure() != old
+    lease.stop()
+    far.close()
+
+
+def test_the_reach_of_a_lease_is_measured_from_before_its_renewal_was_sent(
+    settings: Settings, proxied_url: str, database_proxy: Proxy, make: Callable[..., Lease]
+) -> None:
+    far = Database(replace(settings, database_url=proxied_url))
+    lease = make(database=far)
+    database_proxy.latency(0.3)
+
+    lease.ensure()
+
+    assert lease.remaining() <= settings.lease_seconds * 2 / 3 - 0.3
+    database_proxy.heal()
+    lease.stop()
+    far.close()
+
+
+def test_an_attempt_of_an_id_that_is_lost_already_is_told_at_once(make: Callable[..., Lease]) -> None:
+    lease, late = make(), Attempt()
+    old = lease.ensure()
+    lease.lose()
+    lease.ensure()
+
+    lease.hold(late, old)
+
+    assert late.reasons == ["lease_lost"]
+
+
+def test_d8_an_attempt_is_told_of_a_cancel_within_about_a_second_and_once(
+    conn: Connection, make: Callable[..., Lease]
+) -> None:
+    lease, new = make(), kit.enqueue(conn)
+    grant = kit.claim(conn, new.id, lease.ensure())
+    attempt, other = Attempt(grant.token), Attempt()
+    lease.hold(attempt)
+    lease.hold(other)
+
+    with conn.transaction():
+        runs.lock(conn, grant.token.run)
+        runs.flag_cancel(conn, grant.token.run, reason="customer")
+    flagged = boottime()
+    until(lambda: attempt.told, what="the attempt to be told")
+    ticks = lease.term
+    begun = ticks.sent if ticks is not None else 0.0
+    until(lambda: lease.term is not None and lease.term.sent > begun, what="the next renewal")
+
+    assert attempt.told[0][1] - flagged < 1.5
+    assert (attempt.reasons, other.reasons) == (["cancel"], [])
+    lease.release(attempt)
+    lease.release(other)
+
+
+def test_a_body_that_runs_for_long_is_shown_as_started(conn: Connection, make: Callable[..., Lease]) -> None:
+    lease, new = make(), kit.enqueue(conn)
+    grant = kit.claim(conn, new.id, lease.ensure())
+    attempt = Attempt(grant.token, kit.entry("render"))
+    lease.hold(attempt)
+
+    until(lambda: journal.read(conn, grant.token.run), what="the step to be shown")
+
+    [step] = journal.read(conn, grant.token.run)
+    assert (step.key, str(step.state), step.fence) == ("render", "started", grant.token.fence)
+    assert step.started_at is not None
+    lease.release(attempt)
+
+
+def test_a_body_whose_run_is_locked_is_shown_later_and_the_lease_is_renewed_all_the_same(
+    conn: Connection, database: Database, make: Callable[..., Lease]
+) -> None:
+    lease, new = make(), kit.enqueue(conn)
+    grant = kit.claim(conn, new.id, lease.ensure())
+    attempt = Attempt(grant.token, kit.entry("render"))
+
+    with kit.counted(telemetry.Counter.DUTY_FAILED) as failed, database.connect() as other, other.transaction():
+        runs.lock(other, grant.token.run)
+        lease.hold(attempt)
+        until(failed, what="the keeper to give the row up")
+        begun = lease.term.sent if lease.term is not None else 0.0
+        until(lambda: lease.term is not None and lease.term.sent > begun, what="a renewal")
+        assert journal.read(conn, grant.token.run) == []
+
+    until(lambda: journal.read(conn, grant.token.run), what="the step to be shown")
+    lease.release(attempt)
+
+
+def test_i5_a_body_is_not_shown_after_its_grant_ended(conn: Connection) -> None:
+    _, grant, _ = kit.running(conn)
+    kit.finish(conn, grant.token)
+
+    journal.mark_started(Guard(conn, grant.token), kit.entry("render"), age_seconds=1.0)
+
+    assert journal.read(conn, grant.token.run) == []
+
+
+def finished(conn: Connection, lease: Lease) -> tuple[UUID, list[UUID]]:
+    """Finish a run with two callbacks and return its claim and the ids of what it published itself."""
+    new = kit.enqueue(conn)
+    grant = kit.claim(conn, new.id, lease.ensure())
+    kit.drop_hints(conn)
+    kit.finish(conn, grant.token, callbacks=2)
+    return grant.token.claim, [row[0] for row in kit.table(conn, "SELECT id FROM {}.outbox_event")]
+
+
+def test_i13_rows_a_finished_attempt_published_itself_are_deleted_soon(
+    conn: Connection, make: Callable[..., Lease]
+) -> None:
+    lease = make()
+    claim, ids = finished(conn, lease)
+
+    lease.forget(claim, ids)
+
+    assert len(ids) == 3
+    until(lambda: not kit.table(conn, "SELECT 1 FROM {}.outbox_event"), timeout=5, what="the rows to be deleted")
+
+
+@pytest.mark.parametrize("how", ["flush", "stop"])
+def test_i13_a_process_that_ends_normally_leaves_no_published_row_behind(
+    how: str, conn: Connection, make: Callable[..., Lease]
+) -> None:
+    lease = make()
+    claim, ids = finished(conn, lease)
+    lease.forget(claim, ids)
+
+    getattr(lease, how)()
+
+    assert kit.table(conn, "SELECT 1 FROM {}.outbox_event") == []
+
+
+def test_a_row_a_relay_has_taken_meanwhile_is_not_deleted(conn: Connection, make: Callable[..., Lease]) -> None:
+    lease = make()
+    claim, ids = finished(conn, lease)
+    kit.table(conn, "UPDATE {}.outbox_event SET claim = %s WHERE type = 'result'", uuid4())
+    lease.forget(claim, ids)
+
+    lease.flush()
+
+    assert [kind for (kind,) in kit.table(conn, "SELECT type FROM {}.outbox_event")] == ["result"]
+
+
+def test_a_pool_child_without_work_lets_its_lease_go_and_begins_another_when_there_is_some(
+    conn: Connection, make: Callable[..., Lease]
+) -> None:
+    lease = make(idle_seconds=0.1)
+    old, attempt = lease.ensure(), Attempt()
+    lease.hold(attempt)
+    begun = worker_row(conn, old, "lease_until")[0]
+    until(lambda: worker_row(conn, old, "lease_until")[0] > begun, what="a renewal while something is held")
+
+    lease.release(attempt)
+    until(lambda: lease.term is None, what="the lease to be let go")
+    ended = until(
+        lambda: kit.table(conn, "SELECT 1 FROM {}.worker WHERE lease_until = '-infinity'"), what="the lease to end"
+    )
+
+    assert ended
+    assert attempt.told == []
+    assert lease.ensure() != old
+
+
+def test_a_main_process_keeps_its_lease_without_work(conn: Connection, make: Callable[..., Lease]) -> None:
+    lease = make(versions=["t"], idle_seconds=0.0)
+    id = lease.ensure()
+    begun = worker_row(conn, id, "lease_until")[0]
+
+    until(lambda: worker_row(conn, id, "lease_until")[0] > begun, what="a renewal")
+
+    assert lease.ensure() == id
+
+
+def test_i19_a_worker_that_brings_a_version_makes_the_runs_due_that_waited_for_it(
+    conn: Connection, make: Callable[..., Lease]
+) -> None:
+    for version in (1, 2):
+        kit.enqueue(conn, version=version)
+    kit.table(conn, "UPDATE {}.run SET redelivers = 3, deliver_by = {}.now() + interval '1 hour'")
+
+    make(versions=[kit.TASK, f"{kit.TASK}@2"]).ensure()
+
+    assert kit.table(conn, "SELECT version, deliver_by <= {}.now() FROM {}.run ORDER BY version") == [
+        (1, False),
+        (2, True),
+    ]
+
+
+def test_ending_gives_the_lease_up_at_once_and_tells_what_is_still_held(
+    conn: Connection, make: Callable[..., Lease]
+) -> None:
+    lease, attempt = make(), Attempt()
+    id = lease.ensure()
+    lease.hold(attempt)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("umt-durable")]
+
+    lease.stop()
+
+    assert kit.table(conn, "SELECT 1 FROM {}.worker WHERE id = %s AND lease_until = '-infinity'", id)
+    assert attempt.reasons == ["shutdown"]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_counts_of_a_process_are_summed_once_over_all_its_ids(conn: Connection, make: Callable[..., Lease]) -> None:
+    lease = make()
+    telemetry.reset()
+    lease.ensure()
+    telemetry.count(telemetry.Counter.EXECUTED_STEP, 5)
+    lease.stop()
+    lease.ensure()
+    telemetry.count(telemetry.Counter.EXECUTED_STEP, 2)
+
+    lease.stop()
+
+    assert workers.sum_counters(conn)["executed_step"] == 7
+
+
+def test_the_keeper_survives_broken_connections_and_an_outage(
+    settings: Settings, proxied_url: str, database_proxy: Proxy, make: Callable[..., Lease], conn: Connection
+) -> None:
+    far = Database(replace(settings, database_url=proxied_url))
+    lease = make(database=far, versions=["t"])
+    id = lease.ensure()
+    for _ in range(3):
+        database_proxy.reset()
+        begun = worker_row(conn, id, "lease_until")[0]
+        until(lambda: worker_row(conn, id, "lease_until")[0] > begun, what="a renewal after a reset")  # noqa: B023
+
+    database_proxy.down()
+    until(lambda: not lease.alive(), what="the lease to be lost")
+    database_proxy.heal()
+    until(lease.alive, what="another lease")
+
+    assert lease.ensure() != id
+    lease.stop()
+    far.close()
+
+
+@pytest.mark.parametrize("at", ["hb.send.b", "hb.reply.r"])
+def test_i24_a_renewal_whose_reply_is_lost_is_sent_again(at: str, conn: Connection, make: Callable[..., Lease]) -> None:
+    lease = make(versions=["t"])
+    id = lease.ensure()
+    begun = lease.term.sent if lease.term is not None else 0.0
+
+    with kit.failing(f"{at}=raise:OperationalError;nth=1"):
+        until(lambda: lease.term is not None and lease.term.sent > begun, what="a renewal")
+
+    assert lease.ensure() == id
+
+
+def test_a_defect_in_the_keeper_is_logged_and_the_lease_is_renewed(
+    make: Callable[..., Lease],
+    caplog: pytest.LogCaptureFixture,
+    schema: str,  # noqa: F811
+) -> None:
+    lease = make(versions=["t"])
+    id = lease.ensure()
+    begun = lease.term.sent if lease.term is not None else 0.0
+
+    with kit.failing("hb.send.b=raise:RuntimeError;nth=1"):
+        until(lambda: lease.term is not None and lease.term.sent > begun, what="a renewal")
+
+    assert "the lease thread failed and goes on" in caplog.text
+    assert lease.ensure() == id
+
+
+@contextmanager
+def forked(work: Callable[[], str]) -> Iterator[str]:
+    """Fork, have the child do the work, and give what it returned."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(20)
+            os.write(write, work().encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        text = answer.read()
+    os.waitpid(pid, 0)
+    yield text
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_rg4_a_forked_child_has_a_lease_of_its_own_and_leaves_its_parent_s_alone(
+    conn: Connection, make: Callable[..., Lease], database: Database
+) -> None:
+    lease, attempt = make(versions=["t"]), Attempt()
+    mine = lease.ensure()
+    lease.hold(attempt)
+    database.do(lambda own: kit.table(own, "SELECT 1"))
+
+    def work() -> str:
+        was_alive = lease.alive()
+        theirs = lease.ensure()
+        renewed = lease.term is not None and lease.term.id == theirs and lease.alive()
+        lease.stop()
+        return f"{was_alive} {renewed} {theirs}"
+
+    with forked(work) as answer:
+        was_alive, renewed, theirs = answer.split()
+
+    assert (was_alive, renewed) == ("False", "True")
+    assert UUID(theirs) != mine
+    assert worker_row(conn, UUID(theirs), "node") == (NODE,)
+    assert attempt.told == []
+    begun = lease.term.sent if lease.term is not None else 0.0
+    until(lambda: lease.term is not None and lease.term.sent > begun, what="the parent's next renewal")
+    assert lease.ensure() == mine
+    lease.release(attempt)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_while_other_threads_hold_every_lock_leaves_the_child_able_to_work(
+    make: Callable[..., Lease],
+    database: Database,
+    schema: str,  # noqa: F811
+) -> None:
+    lease = make()
+    lease.ensure()
+
+    with lease._lock, lease._registering, database._lock, forked(lambda: str(lease.ensure())) as answer:
+        assert str(UUID(answer)) == answer

@@ -1,0 +1,517 @@
+"""Relay and maintenance running by themselves: woken, polling, idle, and through outages."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from psycopg.pq import TransactionStatus
+
+from tests.integration import service_kit as kit
+from tests.integration.service_kit import RecordingBroker, RecordingDispatcher, schema  # noqa: F401  a fixture
+from tests.support.clock import Clock
+from tests.support.postgres import PrivatePostgres
+from tests.support.proxy import Proxy
+from tests.support.wait import until
+from umt_durable import telemetry
+from umt_durable.database import Connection, Database
+from umt_durable.engine.client import Client
+from umt_durable.errors import DatabaseUnavailableError
+from umt_durable.services.lease import Lease
+from umt_durable.services.maintenance import Due, Maintenance
+from umt_durable.services.pulse import Pulse
+from umt_durable.services.redispatch import Redispatch
+from umt_durable.services.relay import Relay
+from umt_durable.services.router import Router
+from umt_durable.services.takeover import Sweeper
+from umt_durable.services.timers import Timers
+from umt_durable.settings import Settings
+from umt_durable.states import RunState
+from umt_durable.store import runs, waits
+from umt_durable.store.guard import Guard
+
+# What is promised here does not depend on the server's version, and some of it takes seconds.
+pytestmark = pytest.mark.private_postgres_only
+
+NEVER = 3600.0
+EVERYTHING = Due(True, True, True, True, True, True)
+
+
+@pytest.fixture
+def dispatcher() -> RecordingDispatcher:
+    return RecordingDispatcher()
+
+
+@pytest.fixture
+def begin(database: Database, settings: Settings, dispatcher: RecordingDispatcher) -> Iterator[Callable[..., Pulse]]:
+    """Return a function that starts relay and maintenance; they end with the test."""
+    begun: list[Pulse] = []
+
+    def start(*, relay: bool = True, maintenance: bool = True, on: Database | None = None, **changed: Any) -> Pulse:
+        given = replace(settings, **changed)
+        where = on or Database(given)
+        pulse = Pulse(
+            where,
+            given,
+            Relay(where, given, dispatcher) if relay else None,
+            Maintenance(where, given) if maintenance else None,
+        )
+        begun.append(pulse)
+        pulse.start()
+        databases.append(where)
+        return pulse
+
+    databases: list[Database] = []
+    yield start
+    for pulse in begun:
+        pulse.stop()
+    for one in databases:
+        one.close()
+
+
+# -- maintenance ----------------------------------------------------------------------------------------------------
+
+
+def test_rg6_a_duty_that_fails_stops_no_other_is_logged_once_and_rests(
+    conn: Connection, database: Database, settings: Settings, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    maintenance = Maintenance(database, settings)
+    new, _ = kit.waiting(conn)
+    kit.signal(conn, new.id)
+    kit.sleeping(conn, 10)
+    clock.advance(seconds=11)
+    calls = []
+
+    def broken() -> Any:
+        calls.append(1)
+        raise RuntimeError("a defect")
+
+    timers = next(duty for duty in maintenance._duties if duty.name == "timers")
+    works, timers.act = timers.act, broken
+    with kit.counted(telemetry.Counter.DUTY_FAILED) as failed:
+        maintenance.run_once()
+        maintenance.run_once()
+        timers.next_at = 0.0
+        maintenance.run_once()
+
+        assert failed() == 2
+    states = kit.table(conn, "SELECT state FROM {}.run ORDER BY no")
+    timers.act, timers.next_at = works, 0.0
+    maintenance.run_once()
+
+    assert len(calls) == 2
+    assert states == [("ready",), ("sleeping",)]
+    assert caplog.text.count("timers failed") == 1
+    assert kit.table(conn, "SELECT DISTINCT state FROM {}.run") == [("ready",)]
+
+
+def test_an_outage_of_the_database_is_the_one_thing_that_ends_a_round(database: Database, settings: Settings) -> None:
+    maintenance = Maintenance(database, settings)
+
+    def away() -> Any:
+        raise DatabaseUnavailableError("gone")
+
+    maintenance._duties[0].act = away
+
+    with pytest.raises(DatabaseUnavailableError):
+        maintenance.run_once(EVERYTHING)
+
+
+def test_maintenance_does_all_its_duties_in_one_round(
+    conn: Connection, database: Database, settings: Settings, clock: Clock
+) -> None:
+    woken: list[int] = []
+    maintenance = Maintenance(database, settings, broker=RecordingBroker())
+    maintenance.on_hints = lambda: woken.append(1)
+    kit.sleeping(conn, 10)
+    kit.waiting(conn, timeout=10)
+    kit.running(conn)
+    kit.enqueue(conn)
+    told, _ = kit.waiting(conn, "paid")
+    kit.drop_hints(conn)
+    clock.advance(seconds=31)
+    kit.worker(conn)
+    kit.signal(conn, told.id, "paid")
+
+    maintenance.run_once()
+
+    assert kit.table(conn, "SELECT DISTINCT state FROM {}.run") == [("ready",)]
+    assert len(kit.events(conn)) == 5
+    assert woken
+    assert kit.table(conn, "SELECT count(*) FROM {}.broker_marker") == [(1,)]
+
+
+def test_workers_that_ended_long_ago_are_forgotten(
+    conn: Connection, database: Database, settings: Settings, clock: Clock
+) -> None:
+    kit.worker(conn)
+    clock.advance(seconds=2 * 86_400)
+    kit.worker(conn)
+
+    Maintenance(database, settings).run_once()
+
+    assert kit.table(conn, "SELECT count(*) FROM {}.worker") == [(1,)]
+
+
+def test_i21_the_end_of_a_lease_is_met_when_it_comes_and_not_at_the_next_poll(
+    conn: Connection, begin: Callable[..., Pulse]
+) -> None:
+    kit.running(conn)
+    begin(relay=False, poll_seconds=NEVER)
+
+    until(lambda: kit.table(conn, "SELECT 1 FROM {}.run WHERE state = 'ready'"), what="the take-over")
+
+    late = kit.table(
+        conn,
+        "SELECT extract(epoch FROM a.ended_at - w.lease_until)::float8"
+        " FROM {}.attempt a JOIN {}.worker w ON w.id = a.worker",
+    )[0][0]
+    assert 0 <= late < 2.0
+
+
+# -- the pulse ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(conn: Connection) -> None:
+    """Have a worker that can execute everything the tests enqueue."""
+    kit.worker(conn, seconds=86_400)
+
+
+@pytest.mark.usefixtures("live")
+def test_rg19_a_notify_after_the_commit_wakes_a_relay_that_does_not_poll(
+    conn: Connection, database: Database, begin: Callable[..., Pulse], dispatcher: RecordingDispatcher
+) -> None:
+    begin(poll_seconds=NEVER)
+    until(lambda: listening(conn), what="the relay to listen")
+
+    kit.enqueue(conn)
+    database.notify()
+
+    until(lambda: dispatcher.hints, what="the hint to leave")
+
+
+@pytest.mark.usefixtures("live")
+def test_what_is_committed_just_after_a_notify_leaves_without_another(
+    conn: Connection, database: Database, begin: Callable[..., Pulse], dispatcher: RecordingDispatcher
+) -> None:
+    """A caller sends one NOTIFY per 5 ms; the relay looks again a little later by itself."""
+    begin(poll_seconds=NEVER)
+    until(lambda: listening(conn), what="the relay to listen")
+    dispatcher.during = lambda: kit.enqueue(conn) if len(dispatcher.hints) < 3 else None
+
+    kit.enqueue(conn)
+    database.notify()
+
+    until(lambda: len(dispatcher.hints) >= 4, what="the later hints to leave")
+
+
+@pytest.mark.usefixtures("live")
+def test_a_wake_in_this_process_needs_no_notify(
+    conn: Connection, begin: Callable[..., Pulse], dispatcher: RecordingDispatcher
+) -> None:
+    pulse = begin(poll_seconds=NEVER, notify="off")
+    kit.enqueue(conn)
+
+    pulse.wake()
+
+    until(lambda: dispatcher.hints, what="the hint to leave")
+
+
+@pytest.mark.usefixtures("live")
+@pytest.mark.parametrize("changed", [{"pooler": True}, {"notify": "off"}])
+def test_behind_a_pooler_or_without_notify_the_poll_finds_everything(
+    changed: dict[str, Any], conn: Connection, begin: Callable[..., Pulse], dispatcher: RecordingDispatcher
+) -> None:
+    begin(**changed)
+    new, run = kit.waiting(conn)
+    kit.enqueue(conn)
+    kit.signal(conn, new.id)
+
+    until(lambda: len(dispatcher.hints) == 2, what="both hints to leave")
+
+    assert kit.state(conn, run) == "ready"
+    assert not listening(conn)
+
+
+@pytest.mark.usefixtures("live")
+@pytest.mark.parametrize("roles", [{"maintenance": False}, {"relay": False}])
+def test_either_of_the_two_runs_without_the_other(
+    roles: dict[str, bool], conn: Connection, begin: Callable[..., Pulse], dispatcher: RecordingDispatcher
+) -> None:
+    begin(**roles)
+    new, run = kit.waiting(conn)
+    ready = kit.enqueue(conn)
+    kit.signal(conn, new.id)
+
+    if roles.get("relay", True):
+        until(lambda: dispatcher.hinted == [kit.number(conn, ready.id)], what="the hint to leave")
+        assert kit.state(conn, run) == "waiting"
+    else:
+        until(lambda: kit.state(conn, run) == "ready", what="the run to be woken")
+        assert dispatcher.hints == []
+
+
+@pytest.mark.usefixtures("live")
+def test_what_maintenance_wakes_leaves_at_once(
+    conn: Connection, begin: Callable[..., Pulse], dispatcher: RecordingDispatcher
+) -> None:
+    _, run = kit.sleeping(conn, 0.2)
+
+    begin(notify="off", poll_seconds=0.3)
+
+    until(lambda: dispatcher.hinted == [run], what="the hint to leave")
+
+
+def test_more_rows_than_one_batch_leave_in_one_go(
+    conn: Connection, begin: Callable[..., Pulse], dispatcher: RecordingDispatcher, live: None
+) -> None:
+    with conn.transaction():
+        for _ in range(250):
+            kit.enqueue(conn)
+
+    begin(poll_seconds=NEVER)
+
+    until(lambda: len(dispatcher.hints) == 250, what="all hints to leave")
+
+
+@pytest.mark.usefixtures("live")
+def test_through_broken_connections_both_go_on_and_an_outage_is_told_once(
+    conn: Connection,
+    settings: Settings,
+    proxied_url: str,
+    database_proxy: Proxy,
+    begin: Callable[..., Pulse],
+    dispatcher: RecordingDispatcher,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="umt_durable.services.pulse")
+    far = Database(replace(settings, database_url=proxied_url))
+    begin(on=far, database_url=proxied_url)
+    kit.enqueue(conn)
+    until(lambda: len(dispatcher.hints) == 1, what="the first hint to leave")
+
+    database_proxy.down()
+    until(lambda: "for maintenance, is away" in caplog.text, what="the outage to be noticed")
+    new, run = kit.waiting(conn)
+    kit.signal(conn, new.id)
+    kit.enqueue(conn)
+    attempts = database_proxy.connections
+    database_proxy.heal()
+    until(lambda: len(dispatcher.hints) == 3, what="the other hints to leave")
+
+    assert kit.state(conn, run) == "ready"
+    assert caplog.text.count("for maintenance, is away") == 1
+    assert caplog.text.count("for maintenance, is back") == 1
+    assert caplog.text.count("for the relay, is away") <= 1
+    assert database_proxy.connections >= attempts
+
+
+def test_after_a_restart_of_the_server_everything_goes_on(
+    conn: Connection,
+    private_postgres: PrivatePostgres,
+    database: Database,
+    begin: Callable[..., Pulse],
+    dispatcher: RecordingDispatcher,
+    live: None,
+) -> None:
+    begin()
+    kit.enqueue(conn)
+    until(lambda: len(dispatcher.hints) == 1, what="the first hint to leave")
+
+    private_postgres.restart("immediate")
+    with database.connect() as again:
+        kit.enqueue(again)
+
+        until(lambda: len(dispatcher.hints) == 2, what="the second hint to leave")
+
+
+@pytest.mark.usefixtures("live")
+def test_while_the_broker_is_away_nothing_spins_and_its_return_is_noticed(
+    conn: Connection, begin: Callable[..., Pulse], dispatcher: RecordingDispatcher, database: Database
+) -> None:
+    dispatcher.down = 0
+    kit.enqueue(conn)
+    with kit.counted(telemetry.Counter.PUBLISH_OUTAGE) as outages:
+        pulse = begin()
+        until(lambda: outages() >= 3, what="the relay to try again")
+        assert outages() < 10
+    looked = threading.Event()
+    assert pulse._maintenance is not None
+    pulse._maintenance.look_at_broker = looked.set  # type: ignore[method-assign]  # to see that it is called
+
+    dispatcher.down = None
+
+    until(lambda: dispatcher.hints, what="the hint to leave")
+    assert looked.wait(10)
+
+
+def test_a_pulse_can_be_ended_and_begun_again(
+    conn: Connection, begin: Callable[..., Pulse], dispatcher: RecordingDispatcher, live: None
+) -> None:
+    pulse = begin()
+    pulse.stop()
+    kit.enqueue(conn)
+    pulse.wake()
+    ended = not any(
+        thread.name in ("umt-durable-relay", "umt-durable-maintenance") and thread.is_alive()
+        for thread in threading.enumerate()
+    )
+
+    pulse.start()
+
+    until(lambda: dispatcher.hints, what="the hint to leave")
+    assert ended
+
+
+def test_an_idle_process_makes_at_most_three_commits_a_second(
+    conn: Connection, settings: Settings, begin: Callable[..., Pulse], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted with the default settings, the lease of a main process included."""
+    given = replace(settings, poll_seconds=0.5, lease_seconds=15.0)
+    lease = Lease(Database(given), given, node=uuid4(), versions=["t"])
+    lease.ensure()
+    begin(poll_seconds=0.5, lease_seconds=15.0)
+    until(lambda: listening(conn), what="the relay to listen")
+    seconds, made = 5.0, count_commits(monkeypatch, apart=conn)
+
+    begun = time.monotonic()
+    until(lambda: time.monotonic() - begun > seconds, timeout=seconds + 5, what="some idle time to pass")
+    commits = len(made)
+    lease.stop()
+
+    assert 5 <= commits <= 3.0 * seconds, made
+
+
+def count_commits(monkeypatch: pytest.MonkeyPatch, *, apart: Connection) -> list[str]:
+    """Have every commit of our connections kept in a list: statements in autocommit, and transactions."""
+    made: list[str] = []
+    execute, transaction = Connection.execute, Connection.transaction
+
+    def counting_execute(self: Connection, query: Any, *given: Any, **options: Any) -> Any:
+        cursor = execute(self, query, *given, **options)
+        if self is not apart and self.info.transaction_status == TransactionStatus.IDLE:
+            made.append(str(query)[:40])
+        return cursor
+
+    @contextmanager
+    def counting_transaction(self: Connection, *given: Any, **options: Any) -> Iterator[Any]:
+        with transaction(self, *given, **options) as inner:
+            yield inner
+        made.append("a transaction")
+
+    monkeypatch.setattr(Connection, "execute", counting_execute)
+    monkeypatch.setattr(Connection, "transaction", counting_transaction)
+    return made
+
+
+def listening(conn: Connection) -> bool:
+    query = (
+        "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'umt_durable listen'"
+    )
+    return bool(kit.table(conn, query))
+
+
+# -- everything at once ---------------------------------------------------------------------------------------------
+
+
+def test_i23_all_services_at_once_on_the_same_runs_meet_no_deadlock_and_leave_nothing_behind(
+    conn: Connection, database: Database, settings: Settings, clock: Clock
+) -> None:
+    """Runs that sleep, wait, are signalled, cancelled, executed and lost, under two of each service and a client."""
+    stop = threading.Event()
+    broker, client = RecordingBroker(depths={"q": 0}), Client(database, settings)
+    dispatchers = [RecordingDispatcher(), RecordingDispatcher()]
+    works: list[Callable[[], Any]] = []
+    for dispatcher in dispatchers:
+        redispatch = Redispatch(database, settings, broker)
+        works += [
+            Relay(database, settings, dispatcher).run_once,
+            Timers(database, settings).run_once,
+            Router(database, settings).run_once,
+            Router(database, settings).rescan,
+            Sweeper(database, settings).run_once,
+            redispatch.run_once,
+            redispatch.watch_broker,
+            lambda: database.do(lambda own: runs.rehint_ready(own, after=0, limit=100, deliver_seconds=30)),
+        ]
+
+    def loop(work: Callable[[], Any]) -> int:
+        rounds = 0
+        while not stop.is_set():
+            work()
+            rounds += 1
+        return rounds
+
+    with kit.counted(telemetry.Counter.SYSTEM_RETRY) as defects:
+        loops = [kit.Beside(lambda work=work: loop(work)) for work in works]  # type: ignore[misc]  # bound now
+        ids = [execute(conn, client, turn) for turn in range(42)]
+        stop.set()
+        rounds = [one.result() for one in loops]
+
+        assert defects() == 0
+    clock.advance(seconds=3700)
+    kit.worker(conn, seconds=864_000)
+    for work in works:
+        work()
+    rest(database, settings)
+
+    assert min(rounds) > 0
+    assert stuck(conn) == []
+    assert len(ids) == 42
+    assert {kit.state(conn, run_id) for run_id in ids[::6]} == {"cancelled"}
+
+
+def execute(conn: Connection, client: Client, turn: int) -> str:
+    """Take a run through some of its life, as a worker and a client would, and leave it anywhere."""
+    new, by = kit.enqueue(conn), kit.worker(conn, seconds=0.3 if turn % 3 else 60)
+    if turn % 6 == 0:
+        client.cancel(new.id, reason="test")
+        return new.id
+    grant = runs.claim(
+        conn, id=new.id, nesting=0, task=kit.TASK, claim=uuid4(), worker=by, versions=[1], limit_seconds=None
+    )
+    if grant is None:
+        return new.id
+    guard = Guard(conn, grant.token)
+    address = waits.run_address(new.id, "approved") if turn % 2 else waits.key_address("paid", "1")
+    try:
+        kit.register(guard, "approved", address, timeout=0.2 if turn % 5 == 0 else None)
+        runs.suspend(guard, state=RunState.WAITING, steps=[], waits=["approved"])
+    except AssertionError:
+        return new.id  # fenced: the sweeper was faster
+    if turn % 2:
+        client.signal(new.id, "approved")
+    else:
+        client.emit("paid", "1")
+    return new.id
+
+
+def rest(database: Database, settings: Settings) -> None:
+    """Let everything come to rest."""
+    for _ in range(5):
+        Sweeper(database, settings).run_once()
+        Timers(database, settings).run_once()
+        Router(database, settings).run_once()
+        Redispatch(database, settings).run_once()
+
+
+def stuck(conn: Connection) -> list[tuple[Any, ...]]:
+    """Return the runs that nothing would ever bring on (I1): no owner, no open wait, no hint, no deadline of one."""
+    return kit.table(
+        conn,
+        "SELECT r.no, r.state FROM {}.run AS r WHERE r.finished_at IS NULL"
+        " AND NOT EXISTS (SELECT 1 FROM {}.outbox_event AS o WHERE o.run = r.no AND o.status = 'pending')"
+        " AND NOT (r.state = 'ready' AND r.deliver_by > {}.now())"
+        " AND NOT (r.state = 'running' AND EXISTS"
+        " (SELECT 1 FROM {}.worker AS w WHERE w.id = r.worker AND w.lease_until > {}.now()))"
+        " AND NOT (r.state = 'waiting' AND EXISTS"
+        " (SELECT 1 FROM {}.wait AS w WHERE w.run = r.no AND w.state = 'pending'))",
+    )
