@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
+from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -13,7 +14,7 @@ import psycopg
 import pytest
 
 from tests.support.clock import Clock
-from tests.support.engine import Engine, RecordingReporter
+from tests.support.engine import Engine, RecordingReporter, enter
 from umt_durable.database import Connection, Database
 from umt_durable.engine.context import TaskContext
 from umt_durable.engine.executor import Dropped, Finished, Parked
@@ -57,8 +58,8 @@ def test_a_run_executes_its_steps_once_and_keeps_the_result(engine: Engine) -> N
 
     @engine.task("t")
     def body(ctx: TaskContext, order: str) -> str:
-        first = ctx.step.run("a", lambda: entered.append("a") or 1)
-        second = ctx.step.run("b", lambda: entered.append("b") or first + 1)
+        first = ctx.step.run("a", lambda: enter(entered, "a", 1))
+        second = ctx.step.run("b", lambda: enter(entered, "b", first + 1))
         return f"{order}:{second}"
 
     run_id, outcome = engine.run("t", "o1")
@@ -77,9 +78,9 @@ def test_i6_a_replay_gives_back_recorded_results_and_never_enters_the_body_again
 
     @engine.task("t")
     def body(ctx: TaskContext) -> list[int]:
-        values = [ctx.step.run(f"s{n}", lambda n=n: entered.append(f"s{n}") or n) for n in range(3)]
+        values = [ctx.step.run(f"s{n}", partial(enter, entered, f"s{n}", n)) for n in range(3)]
         ctx.step.sleep("nap", timedelta(minutes=1))
-        return [*values, ctx.step.run("last", lambda: entered.append("last") or 9)]
+        return [*values, ctx.step.run("last", lambda: enter(entered, "last", 9))]
 
     run_id, outcome = engine.run("t")
     assert isinstance(outcome, Parked)
@@ -123,7 +124,7 @@ def test_i26_a_result_that_cannot_be_stored_fails_the_step_at_once_naming_step_a
 
     @engine.task("t", retry=RetryPolicy.NETWORK)
     def body(ctx: TaskContext) -> None:
-        ctx.step.run("bad", lambda: entered.append(1) or {"lines": [1, {2, 3}]})
+        ctx.step.run("bad", lambda: enter(entered, 1, {"lines": [1, {2, 3}]}))
 
     run_id, outcome = engine.run("t")
 
@@ -582,7 +583,7 @@ def test_steps_inside_a_step_and_coroutines_are_refused(engine: Engine) -> None:
 
     @engine.task("coroutine")
     def coroutine(ctx: TaskContext) -> None:
-        ctx.step.run("later", later)
+        _ = ctx.step.run("later", later)
 
     assert isinstance(engine.run("nested")[1], Finished)
     _, outcome = engine.run("coroutine")

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from tests.support.clock import Clock
-from tests.support.engine import Engine, Process, RecordingReporter, in_thread
+from tests.support.engine import Engine, Process, RecordingReporter, enter, in_thread
 from tests.support.proxy import Proxy
 from tests.support.wait import until, wait_for_row
 from umt_durable.clock import boottime
@@ -41,10 +41,11 @@ class Gate:
     def __init__(self) -> None:
         self._reached, self._open = threading.Event(), threading.Event()
 
-    def pass_through(self) -> None:
-        """Tell the test, and wait for it."""
+    def pass_through(self, value: int = 0) -> int:
+        """Tell the test, wait for it, and return the value."""
         self._reached.set()
         assert self._open.wait(30)
+        return value
 
     def wait_reached(self) -> None:
         """Wait until a body is here."""
@@ -103,7 +104,7 @@ def test_i5_a_take_over_that_is_not_committed_yet_still_fences(
 
     @engine.task("t")
     def body(ctx: TaskContext) -> int:
-        return ctx.step.run("work", lambda: gate.pass_through() or 1)
+        return ctx.step.run("work", lambda: gate.pass_through(1))
 
     run_id, zombie = engine.start("t"), engine.process()
     with in_thread(lambda: zombie.deliver(run_id, "t")) as late:
@@ -336,7 +337,7 @@ def test_i24_repeating_a_statement_whose_reply_was_lost_gives_the_same_outcome(
 
     @proxied.task("t")
     def body(ctx: TaskContext) -> int:
-        value = ctx.step.run("a", lambda: entered.append("a") or 7)
+        value = ctx.step.run("a", lambda: enter(entered, "a", 7))
         ctx.step.sleep("nap", timedelta(minutes=1))
         return value
 

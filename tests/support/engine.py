@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
 from umt_durable import codec
@@ -157,6 +157,15 @@ class Engine:
         """End the processes."""
         for process in self._processes:
             process.lease.stop()
+
+
+T = TypeVar("T")
+
+
+def enter(log: list[Any], what: object, value: T) -> T:
+    """Be a body that notes that it was entered."""
+    log.append(what)
+    return value
 
 
 @contextmanager
