@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
@@ -28,6 +29,10 @@ T = TypeVar("T")
 
 STATEMENT_TIMEOUT_MS, LOCK_TIMEOUT_MS, IDLE_IN_TRANSACTION_MS = 10_000, 3_000, 15_000
 CONNECT_TIMEOUT_SECONDS = 5
+POOL_WAIT_SECONDS = 1.0
+"""How long a pooled connection is waited for, and made, in one go. Then it is asked for anew: that alone makes the pool
+try again at once, where left to itself it waits longer each time."""
+POOL_NAME = "umt_durable"
 RETRY_SECONDS = 30.0
 
 # A reply was lost, or the server asks for another try. Everything we run may be repeated blindly (I24).
@@ -194,16 +199,18 @@ class Database:
 
         with self._lock:
             if self._pool is None:
+                logging.getLogger("psycopg.pool").addFilter(_not_of_our_pools)  # the same one is added once
                 self._pool = ConnectionPool(
                     self.url,
+                    name=POOL_NAME,
                     connection_class=Connection,
                     kwargs=self._options("umt_durable"),
                     configure=self._configure,
                     min_size=0,
                     max_size=self._settings.pool_size,
                     max_idle=300,
-                    timeout=CONNECT_TIMEOUT_SECONDS,
-                    reconnect_timeout=CONNECT_TIMEOUT_SECONDS,
+                    timeout=POOL_WAIT_SECONDS,
+                    reconnect_timeout=POOL_WAIT_SECONDS,
                     num_workers=1,
                     open=True,
                 )
@@ -236,6 +243,12 @@ class Database:
     def _configure(self, conn: Connection) -> None:
         conn.schema = self._settings.schema
         conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+
+
+def _not_of_our_pools(record: logging.LogRecord) -> bool:
+    """Keep the pool from telling of each attempt of ours; whoever met the outage tells of it once."""
+    about = record.args[0] if isinstance(record.args, tuple) and record.args else None
+    return not (about == POOL_NAME or isinstance(about, Connection))
 
 
 def _given_up(error: Exception) -> DatabaseUnavailableError:

@@ -192,6 +192,7 @@ def test_cancel_ends_a_run_that_waits_with_its_reason(cli: Cli, conn: Connection
     assert json.loads(cli("cancel", run, "--json").stdout)["reason"] == "customer"
 
 
+@pytest.mark.private_postgres_only
 @pytest.mark.parametrize("arguments", COMMANDS[2:], ids=lambda arguments: arguments[0])
 def test_an_unknown_run_is_one_line_and_exit_status_1(cli: Cli, arguments: list[str]) -> None:
     assert one_line(cli(*arguments, status=1)) == f"Error: no run with id '{UNKNOWN}'"
@@ -200,6 +201,7 @@ def test_an_unknown_run_is_one_line_and_exit_status_1(cli: Cli, arguments: list[
 # -- what is not as it should be --------------------------------------------------------------------------------------
 
 
+@pytest.mark.private_postgres_only
 @pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
 def test_a4_a_schema_that_is_behind_is_refused_with_the_command_to_run(
     cli: Cli, settings: Settings, arguments: list[str]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
@@ -16,7 +15,6 @@ from tests.integration.cli_kit import Cli, cli_for, set_revision
 from tests.support.brokers import RedisBroker
 from tests.support.clock import Clock
 from umt_durable.database import Connection, Database
-from umt_durable.records import RunNo
 from umt_durable.settings import Settings
 from umt_durable.store import workers
 
@@ -112,12 +110,14 @@ def test_a_broker_that_reaches_no_other_process_fails(settings: Settings) -> Non
 # -- what stands still ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.private_postgres_only
 def test_ready_runs_without_any_worker_fail(cli: Cli) -> None:
     cli.tasks.one_step.enqueue(1)
 
     assert "1 runs are ready" in findings(cli, "fail")["workers"]["what"]
 
 
+@pytest.mark.private_postgres_only
 @pytest.mark.usefixtures("worker")
 def test_a_blocked_run_is_told_with_the_version_that_no_worker_has(cli: Cli, conn: Connection, schema: str) -> None:
     run = cli.tasks.one_step.enqueue(1).id
@@ -129,6 +129,7 @@ def test_a_blocked_run_is_told_with_the_version_that_no_worker_has(cli: Cli, con
     assert run in found["what"]
 
 
+@pytest.mark.private_postgres_only
 @pytest.mark.usefixtures("worker")
 def test_a_quarantined_run_is_told_with_its_reason(cli: Cli, conn: Connection, schema: str) -> None:
     run = cli.tasks.one_step.enqueue(1).id
@@ -140,6 +141,7 @@ def test_a_quarantined_run_is_told_with_its_reason(cli: Cli, conn: Connection, s
     assert f"umt-durable show {run}" in found["fix"]
 
 
+@pytest.mark.private_postgres_only
 @pytest.mark.usefixtures("worker")
 def test_a_version_that_no_live_worker_has_is_told(cli: Cli, conn: Connection, schema: str) -> None:
     conn.execute(f"UPDATE {schema}.worker SET versions = %s".encode(), [["tests.one_step", "tests.one_step@1"]])
@@ -147,6 +149,7 @@ def test_a_version_that_no_live_worker_has_is_told(cli: Cli, conn: Connection, s
     assert "this app declares" in findings(cli, "warn")["versions"]["what"]
 
 
+@pytest.mark.private_postgres_only
 @pytest.mark.usefixtures("worker")
 def test_dead_messages_fail_with_their_reason_and_how_to_put_them_back(cli: Cli, conn: Connection, schema: str) -> None:
     cli.tasks.one_step.enqueue(1)
@@ -158,6 +161,7 @@ def test_dead_messages_fail_with_their_reason_and_how_to_put_them_back(cli: Cli,
     assert "UPDATE outbox_event" in found["fix"]
 
 
+@pytest.mark.private_postgres_only
 @pytest.mark.usefixtures("worker")
 def test_messages_that_no_relay_takes_fail(cli: Cli, conn: Connection, schema: str) -> None:
     cli.tasks.one_step.enqueue(1)
@@ -166,6 +170,7 @@ def test_messages_that_no_relay_takes_fail(cli: Cli, conn: Connection, schema: s
     assert "no relay takes them" in findings(cli, "fail")["relay"]["what"]
 
 
+@pytest.mark.private_postgres_only
 def test_a_sleep_longer_than_results_are_kept_is_measured_on_the_runs_there_are(
     cli: Cli, conn: Connection, schema: str
 ) -> None:
@@ -226,10 +231,3 @@ def test_questions_read_only_and_leave_no_transaction_open(cli: Cli, conn: Conne
         "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'umt_durable doctor'"
     ).fetchone()
     assert open_ones == (0,)
-
-
-def test_arguments_of_no_run_are_none(conn: Connection) -> None:
-    from umt_durable.store import diagnosis
-
-    assert diagnosis.arguments(conn, RunNo(0)) is None
-    assert isinstance(conn, psycopg.Connection)

@@ -128,7 +128,9 @@ def test_a_copied_home_does_not_meet_the_server_of_the_original(make: MakePostgr
 
 
 def test_a_home_that_was_moved_while_its_server_ran_says_so(make: MakePostgres, tmp_path: Path) -> None:
-    make().start()
+    server = make()
+    server.start()
+    old_sockets = server.home.socket_folder
     (tmp_path / "home").rename(tmp_path / "moved")
     moved = make(place=tmp_path / "moved")
 
@@ -138,6 +140,7 @@ def test_a_home_that_was_moved_while_its_server_ran_says_so(make: MakePostgres, 
     assert moved.stop() is True
     moved.start()
     assert rows(moved.url, "SELECT 1") == [(1,)]
+    old_sockets.rmdir()
 
 
 def test_wipe_needs_a_stopped_server_and_leaves_an_empty_one(make: MakePostgres) -> None:

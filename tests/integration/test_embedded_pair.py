@@ -227,6 +227,7 @@ def test_the_environment_names_another_folder(tmp_path: Path) -> None:
 def test_a_home_that_was_deleted_and_made_again_gets_servers_of_its_own(home: Path, come: Come) -> None:
     first = come()
     old = pids(home)
+    old_sockets = PostgresServer(home).home.socket_folder
     shutil.rmtree(home)
 
     second = come()
@@ -235,3 +236,4 @@ def test_a_home_that_was_deleted_and_made_again_gets_servers_of_its_own(home: Pa
     assert set(pids(home)).isdisjoint(old)
     for pid in old:
         kill(pid)
+    shutil.rmtree(old_sockets)

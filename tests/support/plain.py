@@ -20,11 +20,11 @@ def build(broker_url: str | None = None, result_backend: str | None = None) -> C
     )
     app.conf.update(task_default_queue=QUEUE, worker_prefetch_multiplier=1, broker_connection_retry_on_startup=True)
 
-    @app.task(name="plain.add")
+    @app.task(name="plain.add", shared=False)
     def add(left: int, right: int) -> int:
         return left + right
 
-    @app.task(name="plain.stop_at")
+    @app.task(name="plain.stop_at", shared=False)
     def stop_at(gate: str) -> int:
         bodylog.write("stop_at", "begin")
         gates.pass_through(gate)

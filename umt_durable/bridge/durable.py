@@ -14,7 +14,6 @@ from uuid import UUID, uuid4
 
 from celery import Celery, signals
 from celery.exceptions import Ignore, Retry
-from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 
@@ -423,18 +422,12 @@ def _take_over_publishing(durable: Durable) -> None:
         return enqueuing.send_task(durable, original, name, *args, **options)
 
     app.send_task = send_task
-    amqp_class: Any = symbol_by_name(app.amqp_cls)
+    amqp = app.amqp
+    sender = amqp.__dict__.get("send_task_message")  # set already only where something was published before
 
-    class DurableAMQP(amqp_class):
-        """The app's AMQP with our sender in front of its own."""
+    def send_task_message(*args: Any, **options: Any) -> Any:
+        nonlocal sender
+        sender = sender or amqp._create_task_sender()  # made late: it reads the app's configuration
+        return enqueuing.send_task_message(durable, sender, *args, **options)
 
-        @cached_property
-        def send_task_message(self) -> Callable[..., Any]:
-            return partial(enqueuing.send_task_message, durable, self._create_task_sender())
-
-    if "amqp" in app.__dict__:
-        app.__dict__["amqp"].__dict__["send_task_message"] = partial(
-            enqueuing.send_task_message, durable, app.amqp.send_task_message
-        )
-    else:
-        app.amqp_cls = DurableAMQP
+    amqp.send_task_message = send_task_message

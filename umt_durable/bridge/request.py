@@ -69,7 +69,7 @@ class DurableRequest(Request):
         self.delivery = Delivery(claim, self.id, self.replaced_task_nesting or 0)
         self._received = time.monotonic()
         self._incidents = runtime_of(self._app).incidents
-        self._facade = self._task
+        self._facade = _early(self._task) if is_hint(blanked) else self._task
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Guard the two methods that Celery redefines on a subclass of its own for each task type."""

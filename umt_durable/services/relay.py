@@ -198,12 +198,12 @@ class Relay:
             return set()
         rows = {entry.run: entry.id for entry in entries if entry.run is not None}
 
-        def shelve(conn: Connection) -> set[UUID]:
+        def set_aside(conn: Connection) -> set[UUID]:
             ids = {rows[run] for run in runs.shelve(conn, list(rows))}
             outbox.delete(conn, list(ids), relay=relay)
             return ids
 
-        return self._database.atomically(shelve, seconds=RETRY_SECONDS)
+        return self._database.atomically(set_aside, seconds=RETRY_SECONDS)
 
     def _send(self, batch: _Batch) -> _Sent:
         sent = _Sent()
