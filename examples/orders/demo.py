@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from examples.orders import bank, journal, steplog, tables
+from examples.orders.arrival import Arrival
 from examples.orders.display import Display, Progress
 from examples.orders.faults import Saboteur, plan
 from examples.orders.order import Order, Quote, Refusal, quote, read_orders, read_stock
@@ -31,8 +32,6 @@ from umt_durable.errors import DurableError
 if TYPE_CHECKING:
     from examples.orders.clients import Clients
 
-ORDERS_PER_SECOND: Final = 9.0
-LEAST_SECONDS: Final = 12.0
 LEAST_ORDERS: Final = 20
 LIMIT_SECONDS: Final = 120.0
 GRACE_SECONDS: Final = 6.0
@@ -96,14 +95,14 @@ def _play(
     os.environ.update(stage.environ)
     from examples.orders.clients import Clients
 
-    arrival_seconds = max(LEAST_SECONDS, len(orders) / ORDERS_PER_SECOND)
-    saboteur = Saboteur(stage, plan(options.seed, arrival_seconds), freeze_seconds=FREEZE_SECONDS, say=display.say)
+    arrival = Arrival(len(orders))
+    saboteur = Saboteur(stage, plan(options.seed, arrival.seconds), freeze_seconds=FREEZE_SECONDS, say=display.say)
     clients = Clients(stage.conn, orders, quotes, options.seed)
     stage.start_workers()
     saboteur.start()
     try:
         with display.running():
-            seconds = _drive(stage, clients, saboteur, display, arrival_seconds)
+            seconds = _drive(stage, clients, arrival, saboteur, display)
     finally:
         saboteur.stop()
     stage.stop_workers()
@@ -121,20 +120,19 @@ def _play(
     )
 
 
-def _drive(stage: Stage, clients: Clients, saboteur: Saboteur, display: Display, arrival_seconds: float) -> float:
+def _drive(stage: Stage, clients: Clients, arrival: Arrival, saboteur: Saboteur, display: Display) -> float:
     """Let orders come in and approvals be given until every run has ended; give the seconds that took."""
     began = time.monotonic()
     all_ended: float | None = None
     bodies = steplog.Follower(stage.diary)
     while True:
         now = time.monotonic() - began
-        clients.submit(1 + int(now / arrival_seconds * clients.orders))
+        clients.submit(arrival.due(now, faults_to_come=saboteur.to_come))
         states = journal.run_states(stage.conn)
         clients.approve(states, now)
         counts = Counter(states.values())
-        for worker in stage.workers:
-            worker.check()
         bodies.advance()
+        stage.supervise(at_work=bodies.entered > 0)
         display.show(Progress(now, len(clients.runs), clients.orders, counts, bodies.entered, len(saboteur.kills)))
         if len(clients.runs) == clients.orders and journal.TERMINAL.issuperset(counts):
             all_ended = now if all_ended is None else all_ended

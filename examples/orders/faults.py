@@ -129,6 +129,11 @@ class Saboteur:
             helper.join()
 
     @property
+    def to_come(self) -> bool:
+        """Whether there are faults still to be done."""
+        return self._thread.is_alive()
+
+    @property
     def finished(self) -> bool:
         return not self._thread.is_alive() and not any(helper.is_alive() for helper in self._helpers)
 

@@ -87,11 +87,16 @@ class Worker:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
 
-    def check(self) -> None:
-        """Raise a ProcessError with the end of the log if the worker ended and nobody killed it."""
-        if not self.killed and not self.alive:
-            lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-            raise ProcessError("\n".join([f"worker {self.name} ended by itself:", *lines]))
+    @property
+    def ended_by_itself(self) -> bool:
+        """Whether the worker is gone although nobody killed it."""
+        return not self.killed and not self.alive
+
+    def last_words(self) -> str:
+        """Give the lines of its log that say why it ended, or the end of the log where none does."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        reasons = [line for line in lines if "CRITICAL" in line]
+        return reasons[-1] if reasons else "\n".join(lines[-LAST_LINES:])
 
 
 class BankProcess:

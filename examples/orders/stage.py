@@ -19,7 +19,7 @@ from psycopg.conninfo import make_conninfo
 
 from examples.orders import steplog, tables
 from examples.orders.order import read_stock
-from examples.orders.processes import BankProcess, Worker, uninterrupted
+from examples.orders.processes import BankProcess, ProcessError, Worker, uninterrupted
 from umt_durable.embedded import PostgresServer, ValkeyServer
 from umt_durable.migrate import migrate_engine_schema
 from umt_durable.settings import libpq_url
@@ -28,6 +28,7 @@ from umt_durable.settings import libpq_url
 LEASE_SECONDS: Final = 3.0
 OUTAGE_SECONDS: Final = 1.0
 WORKERS: Final = 2
+RESTARTS: Final = 3
 GIVEN: Final = "DURABLE_DATABASE_URL"
 
 
@@ -44,6 +45,7 @@ class Stage:
         self._say = say
         self._exit = ExitStack()
         self._started = 0
+        self._restarts = 0
         self.workers: list[Worker] = []
 
     def __enter__(self) -> Self:
@@ -68,6 +70,21 @@ class Stage:
         worker = self._start_worker()
         self.workers[self.workers.index(dead)] = worker
         return worker
+
+    def supervise(self, *, at_work: bool) -> None:
+        """Do what a service manager does: start a worker anew that ended by itself, a few times.
+
+        Errors: ProcessError with the reason when it ended before it was `at_work`, or once too often.
+        """
+        for worker in list(self.workers):
+            if not worker.ended_by_itself:
+                continue
+            reason = f"worker {worker.name} ended by itself: {worker.last_words()}"
+            if not at_work or self._restarts >= RESTARTS:
+                raise ProcessError(reason)
+            self._restarts += 1
+            worker.kill()
+            self._say(f"{reason}; worker {self.replace_worker(worker).name} is started in its place")
 
     def stop_workers(self) -> None:
         """End all workers, politely, so that each tells its last counts."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.celery.stage import Broker, Stage
+from tests.support.brokers import RabbitBroker
 from tests.support.gates import Gates
 from tests.support.workers import Pool
 
@@ -62,6 +64,41 @@ def test_i3_worker_killed_during_intake_loses_no_foreign_message(rabbit_stage: S
     stage.worker(name="second")
     stage.wait("returned", id=run)
     assert len(stage.records("intake_try", ids=[run])) == 2
+    stage.wait_held(0)
+
+
+@pytest.mark.rabbitmq
+def test_message_of_a_lost_connection_is_left_to_its_redelivery(
+    rabbit_stage: Stage, rabbit_broker: RabbitBroker
+) -> None:
+    stage = rabbit_stage
+    worker = stage.worker()
+    stage.gates.close("intake")
+    run = stage.foreign("rec.hold", "open.foreign")
+    stage.gates.wait("intake")
+
+    rabbit_broker.stop()
+    worker.wait_for("Connection to broker lost")
+    rabbit_broker.start()
+    worker.wait_for("Connected to amqp", times=2)
+    stage.gates.open("intake")
+
+    stage.wait("taken_in", times=2)
+    stage.wait("returned", id=run)
+    stage.wait_held(0)
+    assert len(stage.records("body", id=run)) == 1
+    assert "Couldn't ack" not in worker.text()
+
+
+def test_protocol_1_message_is_taken_in_as_well(redis_stage: Stage) -> None:
+    stage = redis_stage
+    stage.worker()
+    old = {"task": "rec.hold", "id": "open.old", "args": [], "kwargs": {}, "retries": 0}
+
+    stage.send(json.dumps(old).encode(), {})
+
+    stage.wait("returned", id="open.old")
+    assert stage.records("taken_in")[0]["ids"] == ["open.old"]
     stage.wait_held(0)
 
 

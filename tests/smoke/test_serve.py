@@ -18,6 +18,7 @@ from tests.support.workers import Serve, Worker
 from umt_durable.database import Connection
 from umt_durable.migrate import head
 from umt_durable.settings import Settings
+from umt_durable.store import workers
 
 pytestmark = pytest.mark.processes
 
@@ -41,6 +42,15 @@ def tasks(worker_env: dict[str, str]) -> Iterator[apps.Tasks]:
     built.app.close()
 
 
+@pytest.fixture
+def staffed(conn: Connection, tasks: apps.Tasks) -> None:
+    """Have a live lease that declares every task: a relay publishes no hint that nobody could take."""
+    tasks.app.finalize()
+    node = tasks.durable.node
+    versions = tasks.durable.tasks.declared()
+    workers.register(conn, id=node, node=node, pid=1, host="here", lease_seconds=3600, versions=versions)
+
+
 def declared(conn: Connection, schema: str) -> set[str]:
     """Return what live processes declare."""
     query = (
@@ -58,6 +68,7 @@ def ends_cleanly(process: Serve, number: int) -> None:
     assert "Traceback" not in process.text()
 
 
+@pytest.mark.usefixtures("staffed")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_relay_publishes_what_was_enqueued_and_ends_when_asked(
     serve: Start, tasks: apps.Tasks, broker: Broker, number: int
@@ -79,7 +90,8 @@ def test_it_says_in_one_line_what_runs_where(serve: Start, settings: Settings, w
     assert "redis://" in line
 
 
-def test_a_relay_alone_wakes_no_run_and_maintenance_alone_publishes_none(
+@pytest.mark.usefixtures("staffed")
+def test_maintenance_alone_wakes_runs_and_publishes_no_hint_of_theirs(
     serve: Start, tasks: apps.Tasks, broker: Broker, conn: Connection, schema: str
 ) -> None:
     run = tasks.one_step.enqueue(1).id

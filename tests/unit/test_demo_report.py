@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from examples.orders.arrival import Arrival
 from examples.orders.bank import Call
 from examples.orders.display import Display, Progress
 from examples.orders.faults import SCHEDULE, Kill, Kind, plan
@@ -59,6 +60,20 @@ def test_a_plan_is_the_same_for_the_same_seed_and_stays_within_its_time_and_orde
     assert moments == sorted(moments)
     assert len(faults) == len(SCHEDULE)
     assert 0 <= moments[0] <= moments[-1] <= 16.0
+
+
+@pytest.mark.parametrize("orders", [20, 40, 143])
+def test_orders_are_kept_back_while_faults_are_to_come_and_all_come_in_at_last(orders: int) -> None:
+    arrival = Arrival(orders)
+    tenths = [tenth / 10 for tenth in range(600)]
+
+    disturbed = [arrival.due(now, faults_to_come=True) for now in tenths]
+
+    assert arrival.due(0.0, faults_to_come=True) == 1
+    assert disturbed == sorted(disturbed)
+    assert disturbed[-1] == orders
+    assert arrival.due(arrival.seconds, faults_to_come=True) < orders
+    assert arrival.due(arrival.seconds, faults_to_come=False) == orders
 
 
 def test_the_last_line_is_one_json_object_with_exactly_the_promised_names() -> None:

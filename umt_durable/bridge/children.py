@@ -94,6 +94,7 @@ class Children:
     def _on_exit(self, pid: int) -> None:
         # It stays readable: a reader left in the loop would spin. The pool reaps, and the next look reports.
         self._forget(pid)
+        self._pool.maintain_pool()
 
     def _forget(self, pid: int) -> None:
         pidfd = self._pidfds.pop(pid, None)

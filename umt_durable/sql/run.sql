@@ -326,16 +326,16 @@ RETURNING run
 
 -- name: overdue_ready_runs :many
 -- List ready runs whose hint is overdue and not in the outbox (a dead row never strands a run), with their queue, and
--- whether a live worker can take them.
--- Locks: none. Index: run_ready, outbox_event_pkey.
+-- whether a live worker can take them. Compared by the run and not by the hint's id, which would be hashed for each of
+-- a backlog's rows; a hint of an older ready period delays its run until a relay has dropped it.
+-- Locks: none. Index: run_ready, outbox_event_due.
 WITH live AS MATERIALIZED (
     SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now())
 SELECT r.no, r.queue, r.task,
        (CASE WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live)
   FROM {schema}.run AS r
  WHERE r.state = 'ready' AND r.deliver_by <= (SELECT {schema}.now()) AND r.paused_at IS NULL
-   AND NOT EXISTS (SELECT 1 FROM {schema}.outbox_event AS o
-                    WHERE o.id = {schema}.event_id(r.no, r.fence, 'run', 0) AND o.status = 'pending')
+   AND NOT EXISTS (SELECT 1 FROM {schema}.outbox_event AS o WHERE o.run = r.no AND o.type = 'run' AND o.status = 'pending')
  ORDER BY r.deliver_by LIMIT %(limit)s
 
 -- name: redispatch_runs :many
