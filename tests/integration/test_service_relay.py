@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from uuid import uuid4
 
 import psycopg
@@ -10,6 +11,7 @@ import pytest
 from tests.integration import service_kit as kit
 from tests.integration.service_kit import RecordingDispatcher, schema  # noqa: F401  a fixture
 from tests.support.clock import Clock
+from tests.support.wait import until
 from umt_durable import telemetry
 from umt_durable.database import Connection, Database
 from umt_durable.services.redispatch import Redispatch
@@ -358,27 +360,35 @@ def test_i24_a_lost_reply_of_the_relay_costs_time_and_nothing_else(
     assert kit.events(conn) == []
 
 
-def test_i23_deleting_published_rows_and_fresh_hints_for_the_same_runs_never_wait_in_a_ring(
-    conn: Connection, database: Database
+@pytest.mark.parametrize("by", ["delete", "give back", "forget", "refill", "redispatch"])
+def test_rg11_whoever_locks_several_outbox_rows_takes_them_in_the_order_of_their_ids(
+    by: str, conn: Connection, database: Database, clock: Clock
 ) -> None:
-    for _ in range(40):
+    """With the lowest row held by somebody else, none of the others may be locked: two such waits would make a ring."""
+    for _ in range(6):
         kit.enqueue(conn)
     relay = uuid4()
-    ids = [entry.id for entry in kit.claimed(conn, relay)]
+    ids = sorted(entry.id for entry in kit.claimed(conn, relay))
+    if by == "redispatch":
+        clock.advance(seconds=31)
+        kit.table(conn, "UPDATE {}.outbox_event SET status = 'dead'")
+    numbers = [row[0] for row in kit.table(conn, "SELECT no FROM {}.run")]
+    works: dict[str, Callable[[Connection], object]] = {
+        "delete": lambda own: outbox.delete(own, ids[::-1], relay=relay),
+        "give back": lambda own: outbox.give_back(own, ids[::-1], relay=relay, delay_seconds=1),
+        "forget": lambda own: outbox.delete_claimed(own, ids[::-1], [relay]),
+        "refill": lambda own: runs.rehint_ready(own, after=0, limit=100, deliver_seconds=30),
+        "redispatch": lambda own: runs.redispatch(own, numbers, deliver_seconds=30),
+    }
 
-    def refill() -> list[int]:
-        return database.do(lambda own: runs.rehint_ready(own, after=0, limit=100, deliver_seconds=30))
+    with database.connect() as other, other.transaction():
+        kit.table(other, "SELECT 1 FROM {}.outbox_event WHERE id = %s FOR UPDATE", ids[0])
+        beside = kit.Beside(lambda: database.do(works[by]))
+        until(lambda: kit.lock_waiters(conn) == 1, what="the statement to wait for the lowest row")
+        free = kit.table(conn, "SELECT id FROM {}.outbox_event ORDER BY id FOR UPDATE SKIP LOCKED")
 
-    with kit.counted(telemetry.Counter.SYSTEM_RETRY) as defects:
-        for _ in range(20):
-            kit.table(conn, "UPDATE {}.outbox_event SET claim = %s", relay)
-            beside = kit.Beside(refill)
-            database.do(lambda own: outbox.delete(own, list(reversed(ids)), relay=relay))
-            beside.result()
-            kit.table(conn, "DELETE FROM {}.outbox_event")
-            refill()
-
-        assert defects() == 0
+    beside.result()
+    assert [row[0] for row in free] == ids[1:]
 
 
 def test_rg5_a_run_keeps_its_row_whatever_state_it_is_in(conn: Connection) -> None:

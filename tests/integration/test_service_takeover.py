@@ -19,11 +19,14 @@ from umt_durable import telemetry
 from umt_durable.database import Connection, Database
 from umt_durable.engine import failures
 from umt_durable.services import takeover
-from umt_durable.services.takeover import PROOF_DELAY_SECONDS, Sweeper
+from umt_durable.services.takeover import Sweeper
 from umt_durable.settings import Settings
 from umt_durable.states import AttemptOutcome, StepState
 from umt_durable.store import attempts, journal, runs
 from umt_durable.store.guard import Guard
+
+
+DELAY = 0.2  # twice as long as a proof lasts (I7)
 
 
 @pytest.fixture
@@ -107,7 +110,7 @@ def test_i7_a_run_taken_from_a_process_that_may_live_is_claimable_only_when_no_p
         "SELECT extract(epoch FROM r.wake_at - a.ended_at)::float8, o.next_attempt_at = r.wake_at"
         " FROM {}.run r JOIN {}.attempt a ON a.run = r.no JOIN {}.outbox_event o ON o.run = r.no",
     )[0]
-    assert PROOF_DELAY_SECONDS - 0.05 <= delay <= PROOF_DELAY_SECONDS  # the end was read just after
+    assert DELAY - 0.05 <= delay <= DELAY  # the end was read just after
     assert due
     assert (counts.taken, counts.hints) == (1, 1)
     assert row(conn, grant.token.run, "crashes", "claim", "worker") == (1, None, None)
@@ -163,6 +166,25 @@ def test_rg1_a_worker_that_renewed_after_it_was_listed_keeps_its_run(
 
     assert Sweeper(database, settings).run_once().work == 0
     assert kit.state(conn, new.id) == "running"
+
+
+def test_rg1_a_run_that_went_on_elsewhere_after_it_was_listed_stays_there(
+    conn: Connection, database: Database, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is the same, and nobody asks for the lease here: only the fence tells the two grants apart."""
+    new, grant, worker = kit.running(conn)
+    listed = runs.of_workers
+
+    def list_then_go_on(*args: Any, **given: Any) -> Any:
+        found = listed(*args, **given)
+        takeover.end_delivery(database, claim=grant.token.claim, known_dead=True, reason="x", settings=settings)
+        kit.claim(conn, new.id, kit.worker(conn))
+        return found
+
+    monkeypatch.setattr(runs, "of_workers", list_then_go_on)
+
+    assert takeover.end_process(database, node=worker, pid=4711, settings=settings) == 0
+    assert row(conn, grant.token.run, "state", "fence") == ("running", 3)
 
 
 def test_rg2_rows_that_cannot_be_taken_starve_no_others(
@@ -314,7 +336,7 @@ def test_a_process_that_held_nothing_ends_without_a_trace(
     assert takeover.end_process(database, node=uuid4(), pid=1, settings=settings) == 0
 
 
-@pytest.mark.parametrize(("known_dead", "delay"), [(True, 0.0), (False, PROOF_DELAY_SECONDS)])
+@pytest.mark.parametrize(("known_dead", "delay"), [(True, 0.0), (False, DELAY)])
 def test_a_delivery_that_is_over_gives_its_run_back_and_waits_only_for_a_process_that_may_live(
     known_dead: bool, delay: float, conn: Connection, database: Database, settings: Settings
 ) -> None:
@@ -372,7 +394,7 @@ def test_i7_the_delay_of_a_take_over_that_waited_for_its_owner_begins_after_the_
 
     assert ending.result() is True
     wake_at = row(conn, grant.token.run, "wake_at")[0]
-    assert (wake_at - released).total_seconds() >= PROOF_DELAY_SECONDS
+    assert (wake_at - released).total_seconds() >= DELAY
 
 
 def test_an_unknown_claim_ends_nothing(database: Database, settings: Settings, schema: str) -> None:  # noqa: F811

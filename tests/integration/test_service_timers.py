@@ -128,6 +128,31 @@ def test_i9_a_time_out_that_meets_a_fact_in_commit_leaves_the_wait_to_the_fact(
     assert len(kit.events(conn)) == 1
 
 
+def test_i10_a_run_that_parked_anew_after_it_was_listed_sleeps_on(
+    conn: Connection, timers: Timers, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, run = kit.waiting(conn, timeout=60)
+    clock.advance(seconds=61)
+    listed = runs.overdue_waiting
+
+    def list_then_go_on(own: Connection, **given: int) -> list[int]:
+        found = listed(own, **given)
+        with conn.transaction():
+            runs.lock(conn, run)
+            waits.time_out(conn, run)
+            runs.wake(conn, run, deliver_seconds=30)
+        guard = Guard(conn, kit.claim(conn, new.id, kit.worker(conn)).token)
+        kit.register(guard, "paid", waits.run_address(new.id, "paid"), timeout=600)
+        assert runs.suspend(guard, state=RunState.WAITING, steps=[], waits=["paid"])
+        return found
+
+    monkeypatch.setattr(runs, "overdue_waiting", list_then_go_on)
+
+    assert timers.run_once().work == 0
+    assert kit.state(conn, run) == "waiting"
+    assert kit.wait_states(conn, run) == {"approved": "timed_out", "paid": "pending"}
+
+
 def test_i9_a_fact_that_comes_after_the_time_out_changes_nothing(
     conn: Connection, database: Database, settings: Settings, timers: Timers, clock: Clock
 ) -> None:

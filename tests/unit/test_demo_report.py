@@ -98,8 +98,13 @@ def test_the_last_line_is_one_json_object_with_exactly_the_promised_names() -> N
 def test_a_fault_that_did_not_happen_or_a_count_that_is_not_zero_is_no_success() -> None:
     assert REPORT.holds
     assert not replace(REPORT, missing=("broker: 0 of 1",)).holds
-    for name in ("lost", "charged_twice", "booked_twice", "reexecuted"):
-        assert not replace(REPORT, verdict=replace(REPORT.verdict, **{name: 1})).holds
+    for verdict in (
+        replace(REPORT.verdict, lost=1),
+        replace(REPORT.verdict, charged_twice=1),
+        replace(REPORT.verdict, booked_twice=1),
+        replace(REPORT.verdict, reexecuted=1),
+    ):
+        assert not replace(REPORT, verdict=verdict).holds
     assert not replace(REPORT, verdict=replace(REPORT.verdict, problems=("A-1: wrong amount",))).holds
 
 

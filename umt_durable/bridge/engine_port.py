@@ -10,6 +10,7 @@ OutboxRelay(durable)        the relay of a `Durable`, as a thread of this proces
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
@@ -142,9 +143,11 @@ class TaskEngine:
         if versions is not None:
             self._keep_only(versions)
         self._worker_ended = ended = threading.Event()
+        streams = sys.stdout, sys.stderr  # Celery puts its log in their place
         try:
             self.durable.app.worker_main(["worker", *options])
         finally:
+            sys.stdout, sys.stderr = streams
             ended.set()
 
     def stop(self) -> None:

@@ -14,6 +14,7 @@
 
 The sockets are in a folder of /tmp, mode 0700, since the path of a socket is limited to 107 bytes. Its name is derived
 from the home's path and id, so neither a copied home nor one made anew in the same place meets the other's servers.
+Whoever deletes a home runs `umt-durable down` first: without it Postgres notices within a minute, Valkey never.
 """
 
 from __future__ import annotations
@@ -98,8 +99,12 @@ class Home:
         """
         folder = self.socket_folder
         owner = self.account.uid if self.account else os.geteuid()
-        with contextlib.suppress(FileExistsError):
+        try:
             folder.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise EmbeddedError(f"no folder for sockets can be made in {_SOCKETS}: {error.strerror}") from error
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and self.account is not None:
             os.chown(folder, self.account.uid, self.account.gid, follow_symlinks=False)
