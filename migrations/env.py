@@ -37,7 +37,10 @@ def run_online() -> None:
         connection.execute(
             text("SELECT pg_advisory_xact_lock(hashtext('umt_durable.migrate'), hashtext(:schema))"), {"schema": schema}
         )
-        connection.execute(text(ddl("CREATE SCHEMA IF NOT EXISTS {schema}", schema)))
+        # Even IF NOT EXISTS it needs the right to create schemas, which the owner of one that is there may lack.
+        known = connection.scalar(text("SELECT count(*) FROM pg_namespace WHERE nspname = :schema"), {"schema": schema})
+        if not known:
+            connection.execute(text(ddl("CREATE SCHEMA IF NOT EXISTS {schema}", schema)))
         context.configure(
             connection=connection,
             version_table=VERSION_TABLE,

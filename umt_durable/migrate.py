@@ -47,7 +47,7 @@ def head() -> str:
 def migrate_engine_schema(url: str, schema: str = "umt_durable") -> str:
     """Bring a schema to the revision of this code and return that revision.
 
-    Errors: DatabaseUnavailableError; SchemaError when the schema is ahead of this code.
+    Errors: DatabaseUnavailableError; SchemaError when the schema is ahead of this code, or the user lacks a right.
     Keeps: concurrent migrators of one schema take turns by an advisory lock in the migrating transaction.
     """
     from alembic import command
@@ -60,6 +60,11 @@ def migrate_engine_schema(url: str, schema: str = "umt_durable") -> str:
         command.upgrade(_config(url, schema), "head")
     except exc.OperationalError as error:
         raise DatabaseUnavailableError(f"the migration stopped: {redact_text(str(error.orig))}") from error
+    except exc.ProgrammingError as error:
+        if not isinstance(error.orig, psycopg.errors.InsufficientPrivilege):
+            raise
+        text = f"this user may not migrate schema {schema!r}: {redact_text(str(error.orig))}"
+        raise SchemaError(f"{text}. It needs CREATE on the database, or to own the schema") from error
     return head()
 
 
@@ -76,7 +81,7 @@ def migration_sql(schema: str = "umt_durable") -> str:
 def read_revision(url: str, schema: str) -> str | None:
     """Return the revision a schema is at, or None where there is none.
 
-    Errors: DatabaseUnavailableError, without the URL's password.
+    Errors: DatabaseUnavailableError, without the URL's password; SchemaError when this user may not read it.
     """
     try:
         with psycopg.connect(libpq_url(url), connect_timeout=5, autocommit=True) as conn:
@@ -92,6 +97,8 @@ def read_revision(url: str, schema: str) -> str | None:
             return str(row[0]) if row else None
     except psycopg.OperationalError as error:
         raise DatabaseUnavailableError(f"Postgres cannot be reached: {redact_text(str(error))}") from None
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise SchemaError(f"this user may not read schema {schema!r}: {redact_text(str(error))}") from None
 
 
 def check_schema(url: str, schema: str) -> None:

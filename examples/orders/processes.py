@@ -30,6 +30,7 @@ class Worker:
     def __init__(self, name: str, log: Path, environ: Mapping[str, str], *, children: int = 2) -> None:
         self.name = name
         self.killed = False
+        self._asked = False
         self._log = log
         command = [sys.executable, "-m", "celery", "-A", "examples.orders.shop", "worker"]
         command += ["--hostname", f"{name}@%h", "--pool", "prefork", "--concurrency", str(children)]
@@ -72,13 +73,19 @@ class Worker:
             os.killpg(self.pid, signal.SIGKILL)
             self._process.wait(STOP_SECONDS)
 
+    def ask_to_end(self) -> None:
+        """Ask for a warm shutdown, once: what is being executed may finish."""
+        if not self._asked:
+            self._process.terminate()
+        self._asked = True
+
     def stop(self) -> None:
         """End the worker: politely, and after ten seconds by force. Nothing of it is left."""
         if not self.alive:
             self.kill()
             return
         family = _children(self.pid)
-        self._process.terminate()
+        self.ask_to_end()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:

@@ -89,6 +89,8 @@ class Stage:
     def stop_workers(self) -> None:
         """End all workers, politely, so that each tells its last counts."""
         for worker in self.workers:
+            worker.ask_to_end()
+        for worker in self.workers:
             worker.stop()
 
     def wipe_broker(self) -> None:
@@ -145,7 +147,7 @@ class Stage:
     def _run_server(self, server: PostgresServer | ValkeyServer, undo: ExitStack) -> None:
         if not self._keep:
             # Before the start, so that one that fails halfway is ended too.
-            undo.callback(server.stop)
+            undo.callback(server.stop, "immediate")
         server.start()
 
     def _start_worker(self) -> Worker:

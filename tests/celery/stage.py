@@ -73,6 +73,7 @@ class Stage:
     def _close_app(self) -> None:
         backend = self.app.backend
         backend.result_consumer.stop()
+        backend.result_consumer._pubsub = None  # a result that is collected later would open it again
         backend.client.connection_pool.disconnect()
         self.app.pool.force_close_all()
         _reset_pools()

@@ -63,7 +63,7 @@ def cli_for(settings: Settings, *, broker: str = NO_BROKER, backend: str = "", *
         del sys.modules[module.__name__]
         tasks.durable.stop()
         tasks.app.pool.force_close_all()
-        pools.reset()
+        pools.reset()  # type: ignore[no-untyped-call]  # kombu is untyped
         tasks.app.close()
 
 

@@ -12,9 +12,11 @@ import psycopg
 import pytest
 from psycopg import sql
 
+import umt_durable
 from tests.integration.cli_kit import Cli, cli_for, one_line, set_revision
 from tests.support import guard
 from tests.support.postgres import drop_schema
+from tests.support.wait import until
 from umt_durable.migrate import head
 from umt_durable.settings import Settings
 
@@ -79,6 +81,21 @@ def test_c8_migrate_makes_a_schema_and_a_second_time_finds_nothing_to_do(cli: Cl
     assert first == f"schema '{empty.schema}' is at revision {head()} now\n"
     assert second == f"schema '{empty.schema}' is at revision {head()}; there was nothing to do\n"
     assert cli.lines("status")
+
+
+def test_a5_c8_the_function_connects_migrates_and_leaves_no_connection(empty: Settings) -> None:
+    url = str(empty.database_url)
+    ours = sql.SQL(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+
+    with psycopg.connect(url, autocommit=True) as conn:
+        before = conn.execute(ours).fetchone()
+        revision = umt_durable.migrate_engine_schema(url, empty.schema)
+        until(lambda: conn.execute(ours).fetchone() == before, what="the migrator's connection to end")
+
+    assert revision == head()
+    assert shape(url, empty.schema)["revision"] == [(head(),)]
 
 
 @pytest.mark.private_postgres_only

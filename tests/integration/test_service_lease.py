@@ -502,3 +502,15 @@ def test_a_fork_while_other_threads_hold_every_lock_leaves_the_child_able_to_wor
 
     with lease._lock, lease._registering, database._lock, forked(lambda: str(lease.ensure())) as answer:
         assert str(UUID(answer)) == answer
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_no_connection_crosses_a_fork(database: Database, schema: str) -> None:  # noqa: F811
+    def session() -> str:
+        return str(database.do(lambda own: own.info.backend_pid))
+
+    mine = session()
+
+    with forked(session) as theirs:
+        assert theirs not in ("", mine)
+    assert session() == mine

@@ -335,14 +335,17 @@ def test_after_a_restart_of_the_server_everything_goes_on(
 
 @pytest.mark.usefixtures("live")
 def test_while_the_broker_is_away_nothing_spins_and_its_return_is_noticed(
-    conn: Connection, begin: Callable[..., Pulse], dispatcher: RecordingDispatcher, database: Database
+    conn: Connection, begin: Callable[..., Pulse], dispatcher: RecordingDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    looks, look = [], runs.due_work
+    monkeypatch.setattr(runs, "due_work", lambda own: (looks.append(1), look(own))[1])
     dispatcher.down = 0
     kit.enqueue(conn)
     with kit.counted(telemetry.Counter.PUBLISH_OUTAGE) as outages:
-        pulse = begin()
+        pulse, begun = begin(poll_seconds=0.5), time.monotonic()
         until(lambda: outages() >= 3, what="the relay to try again")
         assert outages() < 10
+        assert len(looks) <= (time.monotonic() - begun) / 0.45 + 5
     looked = threading.Event()
     assert pulse._maintenance is not None
     pulse._maintenance.look_at_broker = looked.set  # type: ignore[method-assign]  # to see that it is called

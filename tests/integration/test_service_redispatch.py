@@ -17,7 +17,7 @@ from umt_durable.services import redispatch as redispatch_module
 from umt_durable.services.intake import take_in
 from umt_durable.services.redispatch import Redispatch
 from umt_durable.settings import Settings
-from umt_durable.store import markers, workers
+from umt_durable.store import markers, runs, workers
 
 
 @pytest.fixture
@@ -349,6 +349,34 @@ def test_i1_a_refill_whose_process_died_is_finished_by_another(
 
     assert len(kit.events(conn)) == 5
     assert markers.read(conn, "default") in broker.markers
+
+
+def test_i22_a_process_that_was_overtaken_in_a_refill_takes_its_hints_back(
+    conn: Connection,
+    database: Database,
+    settings: Settings,
+    broker: RecordingBroker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow, fast = (Redispatch(database, settings, broker) for _ in range(2))
+    settle(slow)
+    published(conn, 3)
+    broker.wipe()
+    slow.watch_broker()
+    write_hints = runs.rehint_ready
+
+    def be_overtaken(own: Connection, **given: Any) -> list[int]:
+        monkeypatch.setattr(runs, "rehint_ready", write_hints)
+        known = markers.read(conn, "default")
+        assert known is not None
+        assert fast._refill(known) == 3
+        kit.drop_hints(conn)  # they have left
+        return write_hints(own, **given)
+
+    monkeypatch.setattr(runs, "rehint_ready", be_overtaken)
+
+    assert slow.watch_broker().hinted == 0
+    assert kit.events(conn) == []
 
 
 def test_nothing_is_concluded_from_a_broker_that_does_not_answer(

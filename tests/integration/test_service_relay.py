@@ -237,7 +237,7 @@ def test_hints_leave_in_the_order_of_their_priority(
     assert dispatcher.hinted == [numbers[1], numbers[2], numbers[0]]
 
 
-@pytest.mark.parametrize("why", ["claimed", "paused", "an older period", "finished", "removed"])
+@pytest.mark.parametrize("why", ["claimed", "paused", "an earlier period", "finished", "removed"])
 def test_i22_a_hint_of_no_use_is_dropped_without_being_published(
     why: str, conn: Connection, relay: Relay, dispatcher: RecordingDispatcher
 ) -> None:
@@ -247,7 +247,7 @@ def test_i22_a_hint_of_no_use_is_dropped_without_being_published(
             kit.claim(conn, new.id, kit.worker(conn))
         case "paused":
             kit.table(conn, "UPDATE {}.run SET paused_at = {}.now()")
-        case "an older period":
+        case "an earlier period":
             kit.table(conn, "UPDATE {}.run SET fence = 2")
         case "finished":
             kit.finish(conn, kit.claim(conn, new.id, kit.worker(conn)).token)

@@ -25,7 +25,6 @@ from umt_durable.states import AttemptOutcome, StepState
 from umt_durable.store import attempts, journal, runs
 from umt_durable.store.guard import Guard
 
-
 DELAY = 0.2  # twice as long as a proof lasts (I7)
 
 

@@ -217,6 +217,26 @@ def test_dev_runs_the_pair_and_a_worker_until_it_is_asked_to_end(project: Projec
     assert "no embedded pair runs" in project.run("umt-durable", "down").stdout
 
 
+def test_dev_migrates_no_database_that_the_apps_own_code_names(project: Project, settings: Settings) -> None:
+    project.write(
+        "mine.py",
+        f"""
+        from celery import Celery
+        from umt_durable import Durable
+
+        app = Celery("mine")
+        durable = Durable(app, database_url="{settings.database_url}", schema="never made")
+        """,
+    )
+
+    done = project.run("umt-durable", "-A", "mine", "dev")
+
+    assert done.returncode == 1
+    assert "the app's own code names its database" in done.stderr
+    with psycopg.connect(str(settings.database_url)) as conn:
+        assert conn.execute("SELECT count(*) FROM pg_namespace WHERE nspname = 'never made'").fetchone() == (0,)
+
+
 def test_serve_may_migrate_and_relay_on_the_pair(project: Project, start: Start) -> None:
     process = start("umt-durable", "serve", "--role", "relay", ready="relay ready")
 

@@ -19,6 +19,7 @@ from celery import bootsteps, signals
 from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 
+from umt_durable.bridge.broker_repairs import repair_redis_channel
 from umt_durable.bridge.children import ChildWatch
 from umt_durable.bridge.intake import INTAKE, Intake
 from umt_durable.bridge.request import DurableRequest
@@ -49,6 +50,7 @@ class FitStep(bootsteps.Step):
         super().__init__(worker, **options)
         runtime = runtime_of(worker.app)
         refuse_pool(worker.pool_cls)
+        repair_redis_channel()
         pin_prefetch(worker)
         runtime.node = announce_node()
         try:

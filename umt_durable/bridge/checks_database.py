@@ -9,6 +9,7 @@ from psycopg.conninfo import conninfo_to_dict
 from umt_durable import migrate
 from umt_durable.bridge.findings import Finding, Findings, fail, many, ok, warn
 from umt_durable.database import IDLE_IN_TRANSACTION_MS, LOCK_TIMEOUT_MS, STATEMENT_TIMEOUT_MS, Database
+from umt_durable.errors import SchemaError
 from umt_durable.settings import Settings, libpq_url
 from umt_durable.store.diagnosis import OpenTransaction, Server, Timeouts
 
@@ -18,6 +19,7 @@ SKEW_SECONDS: Final = 5.0
 OPEN_SECONDS: Final = 600.0
 FULL: Final = 0.8
 
+RIGHTS_FIX: Final = "GRANT USAGE ON SCHEMA, and SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN it, to this user"
 POOLER_FIX: Final = "set durable_pooler = True (DURABLE_POOLER=1), or connect to Postgres itself"
 
 
@@ -30,7 +32,11 @@ def unreachable(reason: str) -> Finding:
 
 def revision(database: Database, settings: Settings) -> Findings:
     """Compare the schema's revision with the one that this code needs."""
-    current, needed = migrate.read_revision(database.url, settings.schema), migrate.head()
+    try:
+        current, needed = migrate.read_revision(database.url, settings.schema), migrate.head()
+    except SchemaError as error:
+        yield fail("rights", str(error), RIGHTS_FIX)
+        return
     if current == needed:
         yield ok("schema", f"schema {settings.schema!r} is at revision {current}")
     elif current is None or current < needed:
@@ -143,7 +149,7 @@ def rights(missing: list[str]) -> Findings:
         yield fail(
             "rights",
             f"this user may not read and write {many(missing)}",
-            "GRANT USAGE ON SCHEMA, and SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN it, to this user",
+            RIGHTS_FIX,
         )
 
 

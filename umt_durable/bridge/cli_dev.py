@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def dev(ctx: click.Context, as_env: bool, worker_options: tuple[str, ...]) -> No
     environ = _environment(pair)
     if as_env:
         for name, value in environ.items():
-            say(f"export {name}='{value}'")
+            say(f"export {name}={shlex.quote(value)}")
         return
     os.environ.update(environ)
     durable = project.durable("database")

@@ -95,26 +95,39 @@ def _finish(durable: Durable, task: DurableTask, request: Context, reporter: Cel
     # The tracer re-reads these from the request and dispatches what is left: nothing, but the failing of later chain
     # members, which is its business.
     request.callbacks = request.errbacks = None
-    setattr(request, _FINISHED, (outcome.token.claim, tuple(published)))
+    setattr(request, _FINISHED, (outcome.state, outcome.token.claim, tuple(published)))
     if outcome.error is not None:
         raise outcome.error
     request.chain = None
     return value
 
 
-def forget_published(sender: Any, **_: Any) -> None:
-    """Forget the outbox rows of a run whose result the tracer has just stored."""
+def forget_published(state: RunState, sender: Any) -> None:
+    """Forget the outbox rows of a run whose result the tracer has just stored, as what the run ended in.
+
+    When the backend fails under the result of a run that succeeded, the tracer stores a failure instead, once the
+    backend is back: the rows then stay, and the relay puts the result right.
+    """
     found = getattr(sender.request, _FINISHED, None) if getattr(sender, "request_stack", None) else None
     durable = getattr(getattr(sender, "app", None), "umt_durable", None)
-    if found is not None and durable is not None:
-        point("finish.result.a")
-        durable.process_lease.forget(*found)
+    if found is None or durable is None or found[0] is not state:
+        return
+    point("finish.result.a")
+    durable.process_lease.forget(*found[1:])
+
+
+def _stored_success(sender: Any, **_: Any) -> None:
+    forget_published(RunState.SUCCEEDED, sender)
+
+
+def _stored_failure(sender: Any, **_: Any) -> None:
+    forget_published(RunState.FAILED, sender)
 
 
 def connect_signals() -> None:
     """Watch for stored results. Doing it twice changes nothing."""
-    signals.task_success.connect(forget_published, dispatch_uid="umt_durable.forget_published")
-    signals.task_failure.connect(forget_published, dispatch_uid="umt_durable.forget_published")
+    signals.task_success.connect(_stored_success, dispatch_uid="umt_durable.stored_success")
+    signals.task_failure.connect(_stored_failure, dispatch_uid="umt_durable.stored_failure")
 
 
 def plain(value: Any, data: bytes | None, definition: TaskDefinition) -> Any:
