@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -28,7 +29,7 @@ from umt_durable.services.lease import Lease
 from umt_durable.services.maintenance import Due, Maintenance
 from umt_durable.services.pulse import Pulse
 from umt_durable.services.redispatch import Redispatch
-from umt_durable.services.relay import Relay
+from umt_durable.services.relay import BATCH, Relay
 from umt_durable.services.router import Router
 from umt_durable.services.takeover import Sweeper
 from umt_durable.services.timers import Timers
@@ -337,15 +338,17 @@ def test_after_a_restart_of_the_server_everything_goes_on(
 def test_while_the_broker_is_away_nothing_spins_and_its_return_is_noticed(
     conn: Connection, begin: Callable[..., Pulse], dispatcher: RecordingDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, look = [], runs.due_work
-    monkeypatch.setattr(runs, "due_work", lambda own: (looks.append(1), look(own))[1])
+    looks, look = itertools.count(), runs.due_work
+    monkeypatch.setattr(runs, "due_work", lambda own: next(looks) >= 0 and look(own))
     dispatcher.down = 0
-    kit.enqueue(conn)
+    with conn.transaction():
+        for _ in range(BATCH + 1):  # one batch is given back for a while, the rest stays due
+            kit.enqueue(conn)
     with kit.counted(telemetry.Counter.PUBLISH_OUTAGE) as outages:
         pulse, begun = begin(poll_seconds=0.5), time.monotonic()
         until(lambda: outages() >= 3, what="the relay to try again")
         assert outages() < 10
-        assert len(looks) <= (time.monotonic() - begun) / 0.45 + 5
+        assert next(looks) <= (time.monotonic() - begun) / 0.45 + 5
     looked = threading.Event()
     assert pulse._maintenance is not None
     pulse._maintenance.look_at_broker = looked.set  # type: ignore[method-assign]  # to see that it is called
