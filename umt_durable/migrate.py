@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 VERSION_TABLE = "umt_version"
 COMMAND = "umt-durable migrate"
+FOR_APPS = "with -A your.app where the app's own configuration names the database"
 
 
 def ddl(text: str, schema: str) -> str:
@@ -113,9 +114,9 @@ def check_schema(url: str, schema: str) -> None:
 
 def _mismatch(schema: str, current: str | None) -> str:
     if current is None:
-        return f"the database has no schema {schema!r} yet: run `{COMMAND}`"
+        return f"the database has no schema {schema!r} yet: run `{COMMAND}` ({FOR_APPS})"
     if current < head():
-        return f"schema {schema!r} is at revision {current}, this code needs {head()}: run `{COMMAND}`"
+        return f"schema {schema!r} is at revision {current}, this code needs {head()}: run `{COMMAND}` ({FOR_APPS})"
     return (
         f"schema {schema!r} is at revision {current}, which is newer than this code's {head()}:"
         " install the version of umt-durable that made it"

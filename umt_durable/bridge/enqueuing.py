@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from celery.backends.rpc import RPCBackend
@@ -208,3 +209,24 @@ def _object(attributes: Mapping[str, Any]) -> str:
         return json.dumps(dict(attributes), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise DefinitionError(f"attributes must be a JSON object: {error}") from error
+
+
+def take_over(durable: Durable) -> None:
+    """Lead the app's publishing of durable tasks into the database, on this app alone."""
+    app = durable.app
+    original = app.send_task
+
+    @wraps(original)
+    def send(name: str, *args: Any, **options: Any) -> Any:
+        return send_task(durable, original, name, *args, **options)
+
+    app.send_task = send
+    amqp = app.amqp
+    sender = amqp.__dict__.get("send_task_message")  # set already only where something was published before
+
+    def send_message(*args: Any, **options: Any) -> Any:
+        nonlocal sender
+        sender = sender or amqp._create_task_sender()  # made late: it reads the app's configuration
+        return send_task_message(durable, sender, *args, **options)
+
+    amqp.send_task_message = send_message

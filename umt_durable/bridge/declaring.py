@@ -1,0 +1,108 @@
+"""How functions and existing Celery tasks become durable tasks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from celery.exceptions import Retry
+
+from umt_durable import codec
+from umt_durable.bridge.task import DurableTask
+from umt_durable.engine.failures import is_recorded
+from umt_durable.engine.registry import TaskDefinition
+from umt_durable.engine.retry import RetryAfter, RetryPolicy
+
+if TYPE_CHECKING:
+    from umt_durable.bridge.durable import Durable
+
+BY_CELERY = RetryPolicy(1_000_000, retry_on=RetryAfter)
+"""The policy of an existing task: Celery's `self.retry()` and `autoretry_for` decide, and count, by themselves."""
+
+
+def declare(
+    durable: Durable,
+    body: Callable[..., Any],
+    *,
+    name: str | None,
+    version: int,
+    retry: RetryPolicy,
+    raises: Sequence[type[Exception]],
+    options: Mapping[str, Any],
+) -> Any:
+    """Make a durable task of a function that takes the context first; of several versions Celery has the highest.
+
+    Errors: DuplicateTaskError; DefinitionError.
+    """
+    app = durable.app
+    task_name = name or app.gen_task_name(body.__name__, body.__module__)
+    known = durable.tasks.versions(task_name)
+    durable.tasks.add(
+        TaskDefinition(
+            name=task_name,
+            version=version,
+            body=body,
+            schema=codec.InputSchema(body, task=task_name, skip_context=True),
+            function=body,
+            retry=retry,
+            limit_seconds=options.get("time_limit"),
+            raises=tuple(raises),
+            owner=f"{body.__module__}.{body.__qualname__}",
+        )
+    )
+    if known and version < max(known):
+        return app.tasks[task_name]
+    if known:
+        app.tasks.unregister(task_name)
+    return app.task(
+        body,
+        name=task_name,
+        base=DurableTask,
+        shared=False,  # Celery would register it with every other app of the process, which has no Durable
+        durable_version=version,
+        durable_takes_context=True,
+        **options,
+    )
+
+
+def adopt(durable: Durable, task: Any) -> None:
+    """Register a task class that derives from DurableTask, once Celery has bound it."""
+    if task.name is None or task.__dict__.get("abstract"):
+        return
+    task.tracks_started = bool(durable.app.conf.task_track_started)
+    task.track_started = False  # the tracer would store it before the claim, over the outcome of a faster attempt
+    if durable.tasks.has(task.name):
+        return
+    run = inspect.getattr_static(task, "run")
+    function = run.__func__ if isinstance(run, staticmethod) else run
+    durable.tasks.add(
+        TaskDefinition(
+            name=task.name,
+            version=task.durable_version,
+            body=partial(_run, durable.app, task.name),
+            schema=codec.InputSchema(function, task=task.name, skip_context=function is run),
+            function=function,
+            takes_context=False,
+            retry=getattr(task, "durable_retry", BY_CELERY),
+            limit_seconds=task.time_limit,
+            owner=f"{task.__module__}.{task.__qualname__}",
+        )
+    )
+
+
+def _run(app: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call what an existing task does, bound to its instance, with the wrappers Celery put around it.
+
+    Its `self.retry()` becomes a durable retry of the run.
+    """
+    try:
+        return app.tasks[name].run(*args, **kwargs)
+    except Retry as error:
+        if is_recorded(error.exc):
+            raise error.exc from None  # a replay would meet the same record: final, whatever the task's own count says
+        wait = error.when
+        seconds = (wait - app.now()).total_seconds() if isinstance(wait, datetime) else float(wait or 0)
+        raise RetryAfter(max(0.0, seconds), str(error)) from error.exc

@@ -1,0 +1,56 @@
+"""What a worker's main process does for durable runs: it holds a lease, and acts on what happens to its children."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from celery.worker import state as worker_state
+
+from umt_durable.bridge.runtime import ChildLost, Incident
+from umt_durable.services import takeover
+
+if TYPE_CHECKING:
+    from umt_durable.bridge.durable import Durable
+
+
+class MainLease:
+    """The lease of a worker's main process, which declares the versions this worker has."""
+
+    def __init__(self, durable: Durable) -> None:
+        self._durable = durable
+
+    def start(self) -> None:
+        """Begin the lease."""
+        self._durable.declare_versions().ensure()
+
+    def stop(self) -> None:
+        """Forget what was published and give the lease up."""
+        self._durable.process_lease.stop()
+
+
+def reserved_hints() -> dict[str, int]:
+    """Count the messages in this worker's hands that no slot has begun, by queue."""
+    waiting = worker_state.reserved_requests - worker_state.active_requests
+    return dict(Counter(str(request.delivery_info.get("routing_key")) for request in waiting))
+
+
+def handle_incident(durable: Durable, incident: Incident) -> None:
+    """End the grants of a lost child or delivery, have its runs hinted again, and wake the relay.
+
+    Errors: DatabaseUnavailableError; repeating it is safe.
+    """
+    database, settings, delivery = durable.database, durable.settings, incident.delivery
+    if isinstance(incident, ChildLost):
+        takeover.end_process(database, node=durable.node, pid=incident.pid, settings=settings, status=incident.status)
+    else:
+        takeover.end_delivery(
+            database,
+            claim=incident.delivery.claim,
+            known_dead=incident.known_dead,
+            reason=incident.reason,
+            settings=settings,
+        )
+    if delivery is not None:
+        takeover.rehint(database, delivery.run, delivery.nesting)
+    durable.pulse.wake()
