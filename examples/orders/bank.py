@@ -135,6 +135,7 @@ class Bank(ThreadingMixIn, TCPServer):
 
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 128  # the default of five resets calls that come at once
 
     def __init__(self, port: int, ledger: Ledger, latency: tuple[float, float], seed: int | None) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
