@@ -16,9 +16,12 @@ from psycopg import sql
 
 from tests.support.postgres import make_schema
 from umt_durable import failpoints, telemetry
-from umt_durable.database import Connection
+from umt_durable.clock import boottime
+from umt_durable.database import Connection, Database
 from umt_durable.errors import BrokerUnavailableError
-from umt_durable.records import FinishedRun, Grant, NewRun, OutboxEntry, Token
+from umt_durable.records import FinishedRun, Grant, NewRun, OutboxEntry, RunNo, Token
+from umt_durable.services.lease import Lease
+from umt_durable.settings import Settings
 from umt_durable.states import RunState, StepKind, WaitState
 from umt_durable.store import facts, journal, outbox, runs, waits, workers
 from umt_durable.store.guard import Guard
@@ -36,8 +39,8 @@ CREATE OR REPLACE FUNCTION {schema}.now() RETURNS timestamptz LANGUAGE sql VOLAT
 """
 
 
-@pytest.fixture
-def schema(database_url: str) -> str:
+@pytest.fixture(name="schema")
+def empty_schema(database_url: str) -> str:
     """Return an empty schema; one for all tests of a server, since making one takes longer than most of these tests."""
     if database_url not in _schemas:
         _schemas[database_url] = f"test_services_{uuid4().hex[:12]}"
@@ -48,6 +51,7 @@ def schema(database_url: str) -> str:
     return name
 
 
+NODE = uuid4()
 TASK, VERSION = "shop.fulfil", 1
 DECLARED = (TASK, f"{TASK}@{VERSION}")
 LEASE_SECONDS = 3.0
@@ -329,3 +333,36 @@ def lock_waiters(conn: Connection) -> int:
     """Count the sessions of this database that wait for a lock."""
     query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     return int(table(conn, query)[0][0])
+
+
+class Attempt:
+    """An attempt in flight that keeps what it was told."""
+
+    def __init__(self, token: Token | None = None, step: journal.Entry | None = None) -> None:
+        self.token = token or Token(RunNo(1), 1, uuid4())
+        self.told: list[tuple[str, float]] = []
+        self._running = None if step is None else (step, boottime() - 1.0)
+
+    def abort(self, reason: str) -> None:
+        self.told.append((reason, boottime()))
+
+    def running(self) -> tuple[journal.Entry, float] | None:
+        return self._running
+
+    @property
+    def reasons(self) -> list[str]:
+        return [reason for reason, _ in self.told]
+
+
+@pytest.fixture(name="make")
+def make_lease(database: Database, settings: Settings) -> Iterator[Callable[..., Lease]]:
+    """Return a function that makes leases, which end with the test."""
+    made: list[Lease] = []
+
+    def lease(**given: Any) -> Lease:
+        made.append(Lease(given.pop("database", database), settings, **{"node": NODE, **given}))
+        return made[-1]
+
+    yield lease
+    for one in made:
+        one.stop()

@@ -9,60 +9,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import pytest
 
 from tests.integration import service_kit as kit
-from tests.integration.service_kit import schema  # noqa: F401  a fixture
+from tests.integration.service_kit import NODE, Attempt, empty_schema, make_lease  # noqa: F401  two are fixtures
 from tests.support.proxy import Proxy
 from tests.support.wait import until
 from umt_durable import telemetry
 from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database
-from umt_durable.records import RunNo, Token
 from umt_durable.services.lease import Lease
 from umt_durable.settings import Settings
-from umt_durable.store import journal, runs, workers
-from umt_durable.store.guard import Guard
-
-NODE = uuid4()
+from umt_durable.store import workers
 
 # What is promised here does not depend on the server's version, and most of it takes a second or two.
 pytestmark = pytest.mark.private_postgres_only
-
-
-class Attempt:
-    """An attempt in flight that keeps what it was told."""
-
-    def __init__(self, token: Token | None = None, step: journal.Entry | None = None) -> None:
-        self.token = token or Token(RunNo(1), 1, uuid4())
-        self.told: list[tuple[str, float]] = []
-        self._running = None if step is None else (step, boottime() - 1.0)
-
-    def abort(self, reason: str) -> None:
-        self.told.append((reason, boottime()))
-
-    def running(self) -> tuple[journal.Entry, float] | None:
-        return self._running
-
-    @property
-    def reasons(self) -> list[str]:
-        return [reason for reason, _ in self.told]
-
-
-@pytest.fixture
-def make(database: Database, settings: Settings) -> Iterator[Callable[..., Lease]]:
-    """Return a function that makes leases, which end with the test."""
-    made: list[Lease] = []
-
-    def lease(**given: Any) -> Lease:
-        made.append(Lease(given.pop("database", database), settings, **{"node": NODE, **given}))
-        return made[-1]
-
-    yield lease
-    for one in made:
-        one.stop()
 
 
 def worker_row(conn: Connection, id: UUID, *columns: str) -> tuple[Any, ...]:
@@ -210,117 +173,6 @@ def test_an_attempt_of_an_id_that_is_lost_already_is_told_at_once(make: Callable
     assert late.reasons == ["lease_lost"]
 
 
-def test_d8_an_attempt_is_told_of_a_cancel_within_about_a_second_and_once(
-    conn: Connection, make: Callable[..., Lease]
-) -> None:
-    lease, new = make(), kit.enqueue(conn)
-    grant = kit.claim(conn, new.id, lease.ensure())
-    attempt, other = Attempt(grant.token), Attempt()
-    lease.hold(attempt)
-    lease.hold(other)
-
-    with conn.transaction():
-        runs.lock(conn, grant.token.run)
-        runs.flag_cancel(conn, grant.token.run, reason="customer")
-    flagged = boottime()
-    until(lambda: attempt.told, what="the attempt to be told")
-    ticks = lease.term
-    begun = ticks.sent if ticks is not None else 0.0
-    until(lambda: lease.term is not None and lease.term.sent > begun, what="the next renewal")
-
-    assert attempt.told[0][1] - flagged < 2.5
-    assert (attempt.reasons, other.reasons) == (["cancel"], [])
-    lease.release(attempt)
-    lease.release(other)
-
-
-def test_a_body_that_runs_for_long_is_shown_as_started(conn: Connection, make: Callable[..., Lease]) -> None:
-    lease, new = make(), kit.enqueue(conn)
-    grant = kit.claim(conn, new.id, lease.ensure())
-    attempt = Attempt(grant.token, kit.entry("render"))
-    lease.hold(attempt)
-
-    until(lambda: journal.read(conn, grant.token.run), what="the step to be shown")
-
-    [step] = journal.read(conn, grant.token.run)
-    assert (step.key, str(step.state), step.fence) == ("render", "started", grant.token.fence)
-    assert step.started_at is not None
-    lease.release(attempt)
-
-
-def test_a_body_whose_run_is_locked_is_shown_later_and_the_lease_is_renewed_all_the_same(
-    conn: Connection, database: Database, make: Callable[..., Lease]
-) -> None:
-    lease, new = make(), kit.enqueue(conn)
-    grant = kit.claim(conn, new.id, lease.ensure())
-    attempt = Attempt(grant.token, kit.entry("render"))
-
-    with kit.counted(telemetry.Counter.DUTY_FAILED) as failed, database.connect() as other, other.transaction():
-        runs.lock(other, grant.token.run)
-        lease.hold(attempt)
-        until(failed, what="the keeper to give the row up")
-        begun = lease.term.sent if lease.term is not None else 0.0
-        until(lambda: lease.term is not None and lease.term.sent > begun, what="a renewal")
-        assert journal.read(conn, grant.token.run) == []
-
-    until(lambda: journal.read(conn, grant.token.run), what="the step to be shown")
-    lease.release(attempt)
-
-
-def test_i5_a_body_is_not_shown_after_its_grant_ended(conn: Connection) -> None:
-    _, grant, _ = kit.running(conn)
-    kit.finish(conn, grant.token)
-
-    journal.mark_started(Guard(conn, grant.token), kit.entry("render"), age_seconds=1.0)
-
-    assert journal.read(conn, grant.token.run) == []
-
-
-def finished(conn: Connection, lease: Lease) -> tuple[UUID, list[UUID]]:
-    """Finish a run with two callbacks and return its claim and the ids of what it published itself."""
-    new = kit.enqueue(conn)
-    grant = kit.claim(conn, new.id, lease.ensure())
-    kit.drop_hints(conn)
-    kit.finish(conn, grant.token, callbacks=2)
-    return grant.token.claim, [row[0] for row in kit.table(conn, "SELECT id FROM {}.outbox_event")]
-
-
-def test_i13_rows_a_finished_attempt_published_itself_are_deleted_soon(
-    conn: Connection, make: Callable[..., Lease]
-) -> None:
-    lease = make()
-    claim, ids = finished(conn, lease)
-
-    lease.forget(claim, ids)
-
-    assert len(ids) == 3
-    until(lambda: not kit.table(conn, "SELECT 1 FROM {}.outbox_event"), timeout=5, what="the rows to be deleted")
-
-
-@pytest.mark.parametrize("how", ["flush", "stop"])
-def test_i13_a_process_that_ends_normally_leaves_no_published_row_behind(
-    how: str, conn: Connection, make: Callable[..., Lease]
-) -> None:
-    lease = make()
-    claim, ids = finished(conn, lease)
-    lease.forget(claim, ids)
-
-    getattr(lease, how)()
-
-    assert kit.table(conn, "SELECT 1 FROM {}.outbox_event") == []
-
-
-def test_a_row_a_relay_has_taken_meanwhile_is_not_deleted(conn: Connection, make: Callable[..., Lease]) -> None:
-    lease = make()
-    claim, ids = finished(conn, lease)
-    kit.table(conn, "UPDATE {}.outbox_event SET claim = %s WHERE type = 'result'", uuid4())
-    lease.forget(claim, ids)
-
-    lease.flush()
-
-    assert [kind for (kind,) in kit.table(conn, "SELECT type FROM {}.outbox_event")] == ["result"]
-
-
 def test_a_pool_child_without_work_lets_its_lease_go_and_begins_another_when_there_is_some(
     conn: Connection, make: Callable[..., Lease]
 ) -> None:
@@ -431,7 +283,7 @@ def test_i24_a_renewal_whose_reply_is_lost_is_sent_again(at: str, conn: Connecti
 def test_a_defect_in_the_keeper_is_logged_and_the_lease_is_renewed(
     make: Callable[..., Lease],
     caplog: pytest.LogCaptureFixture,
-    schema: str,  # noqa: F811
+    schema: str,
 ) -> None:
     lease = make(versions=["t"])
     id = lease.ensure()
@@ -495,7 +347,7 @@ def test_rg4_a_forked_child_has_a_lease_of_its_own_and_leaves_its_parent_s_alone
 def test_a_fork_while_other_threads_hold_every_lock_leaves_the_child_able_to_work(
     make: Callable[..., Lease],
     database: Database,
-    schema: str,  # noqa: F811
+    schema: str,
 ) -> None:
     lease = make()
     lease.ensure()
@@ -505,7 +357,7 @@ def test_a_fork_while_other_threads_hold_every_lock_leaves_the_child_able_to_wor
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_no_connection_crosses_a_fork(database: Database, schema: str) -> None:  # noqa: F811
+def test_no_connection_crosses_a_fork(database: Database, schema: str) -> None:
     def session() -> str:
         return str(database.do(lambda own: own.info.backend_pid))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.integration import service_kit as kit
-from tests.integration.service_kit import RecordingBroker, RecordingDispatcher, schema  # noqa: F401  a fixture
+from tests.integration.service_kit import RecordingBroker, RecordingDispatcher, empty_schema  # noqa: F401  a fixture
 from tests.support.clock import Clock
 from tests.support.proxy import Proxy
 from umt_durable.database import Connection, Database

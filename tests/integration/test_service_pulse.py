@@ -16,33 +16,23 @@ import pytest
 from psycopg.pq import TransactionStatus
 
 from tests.integration import service_kit as kit
-from tests.integration.service_kit import RecordingBroker, RecordingDispatcher, schema  # noqa: F401  a fixture
-from tests.support.clock import Clock
+from tests.integration.service_kit import RecordingBroker, RecordingDispatcher, empty_schema  # noqa: F401  a fixture
 from tests.support.postgres import PrivatePostgres
 from tests.support.proxy import Proxy
 from tests.support.wait import until
 from umt_durable import telemetry
 from umt_durable.database import Connection, Database
-from umt_durable.engine.client import Client
-from umt_durable.errors import DatabaseUnavailableError
 from umt_durable.services.lease import Lease
-from umt_durable.services.maintenance import Due, Maintenance
+from umt_durable.services.maintenance import Maintenance
 from umt_durable.services.pulse import Pulse
-from umt_durable.services.redispatch import Redispatch
 from umt_durable.services.relay import BATCH, Relay
-from umt_durable.services.router import Router
-from umt_durable.services.takeover import Sweeper
-from umt_durable.services.timers import Timers
 from umt_durable.settings import Settings
-from umt_durable.states import RunState
-from umt_durable.store import runs, waits
-from umt_durable.store.guard import Guard
+from umt_durable.store import runs
 
 # What is promised here does not depend on the server's version, and some of it takes seconds.
 pytestmark = pytest.mark.private_postgres_only
 
 NEVER = 3600.0
-EVERYTHING = Due(True, True, True, True, True, True)
 
 
 @pytest.fixture
@@ -75,106 +65,6 @@ def begin(database: Database, settings: Settings, dispatcher: RecordingDispatche
         pulse.stop()
     for one in databases:
         one.close()
-
-
-# -- maintenance ----------------------------------------------------------------------------------------------------
-
-
-def test_rg6_a_duty_that_fails_stops_no_other_is_logged_once_and_rests(
-    conn: Connection, database: Database, settings: Settings, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    maintenance = Maintenance(database, settings)
-    new, _ = kit.waiting(conn)
-    kit.signal(conn, new.id)
-    kit.sleeping(conn, 10)
-    clock.advance(seconds=11)
-    calls = []
-
-    def broken() -> Any:
-        calls.append(1)
-        raise RuntimeError("a defect")
-
-    timers = next(duty for duty in maintenance._duties if duty.name == "timers")
-    works, timers.act = timers.act, broken
-    with kit.counted(telemetry.Counter.DUTY_FAILED) as failed:
-        maintenance.run_once()
-        maintenance.run_once()
-        timers.next_at = 0.0
-        maintenance.run_once()
-
-        assert failed() == 2
-    states = kit.table(conn, "SELECT state FROM {}.run ORDER BY no")
-    timers.act, timers.next_at = works, 0.0
-    maintenance.run_once()
-
-    assert len(calls) == 2
-    assert states == [("ready",), ("sleeping",)]
-    assert caplog.text.count("timers failed") == 1
-    assert kit.table(conn, "SELECT DISTINCT state FROM {}.run") == [("ready",)]
-
-
-def test_an_outage_of_the_database_is_the_one_thing_that_ends_a_round(database: Database, settings: Settings) -> None:
-    maintenance = Maintenance(database, settings)
-
-    def away() -> Any:
-        raise DatabaseUnavailableError("gone")
-
-    maintenance._duties[0].act = away
-
-    with pytest.raises(DatabaseUnavailableError):
-        maintenance.run_once(EVERYTHING)
-
-
-def test_maintenance_does_all_its_duties_in_one_round(
-    conn: Connection, database: Database, settings: Settings, clock: Clock
-) -> None:
-    woken: list[int] = []
-    maintenance = Maintenance(database, settings, broker=RecordingBroker())
-    maintenance.on_hints = lambda: woken.append(1)
-    kit.sleeping(conn, 10)
-    kit.waiting(conn, timeout=10)
-    kit.running(conn)
-    kit.enqueue(conn)
-    told, _ = kit.waiting(conn, "paid")
-    kit.drop_hints(conn)
-    clock.advance(seconds=31)
-    kit.worker(conn)
-    kit.signal(conn, told.id, "paid")
-
-    maintenance.run_once()
-
-    assert kit.table(conn, "SELECT DISTINCT state FROM {}.run") == [("ready",)]
-    assert len(kit.events(conn)) == 5
-    assert woken
-    assert kit.table(conn, "SELECT count(*) FROM {}.broker_marker") == [(1,)]
-
-
-def test_workers_that_ended_long_ago_are_forgotten(
-    conn: Connection, database: Database, settings: Settings, clock: Clock
-) -> None:
-    kit.worker(conn)
-    clock.advance(seconds=2 * 86_400)
-    kit.worker(conn)
-
-    Maintenance(database, settings).run_once()
-
-    assert kit.table(conn, "SELECT count(*) FROM {}.worker") == [(1,)]
-
-
-def test_i21_the_end_of_a_lease_is_met_when_it_comes_and_not_at_the_next_poll(
-    conn: Connection, begin: Callable[..., Pulse]
-) -> None:
-    kit.running(conn)
-    begin(relay=False, poll_seconds=NEVER)
-
-    until(lambda: kit.table(conn, "SELECT 1 FROM {}.run WHERE state = 'ready'"), what="the take-over")
-
-    late = kit.table(
-        conn,
-        "SELECT extract(epoch FROM a.ended_at - w.lease_until)::float8"
-        " FROM {}.attempt a JOIN {}.worker w ON w.id = a.worker",
-    )[0][0]
-    assert 0 <= late < 2.0
 
 
 # -- the pulse ------------------------------------------------------------------------------------------------------
@@ -426,99 +316,17 @@ def listening(conn: Connection) -> bool:
     return bool(kit.table(conn, query))
 
 
-# -- everything at once ---------------------------------------------------------------------------------------------
-
-
-def test_i23_all_services_at_once_on_the_same_runs_meet_no_deadlock_and_leave_nothing_behind(
-    conn: Connection, database: Database, settings: Settings, clock: Clock
+def test_i21_the_end_of_a_lease_is_met_when_it_comes_and_not_at_the_next_poll(
+    conn: Connection, begin: Callable[..., Pulse]
 ) -> None:
-    """Runs that sleep, wait, are signalled, cancelled, executed and lost, under two of each service and a client."""
-    stop = threading.Event()
-    broker, client = RecordingBroker(depths={"q": 0}), Client(database, settings)
-    dispatchers = [RecordingDispatcher(), RecordingDispatcher()]
-    works: list[Callable[[], Any]] = []
-    for dispatcher in dispatchers:
-        redispatch = Redispatch(database, settings, broker)
-        works += [
-            Relay(database, settings, dispatcher).run_once,
-            Timers(database, settings).run_once,
-            Router(database, settings).run_once,
-            Router(database, settings).rescan,
-            Sweeper(database, settings).run_once,
-            redispatch.run_once,
-            redispatch.watch_broker,
-            lambda: database.do(lambda own: runs.rehint_ready(own, after=0, limit=100, deliver_seconds=30)),
-        ]
+    kit.running(conn)
+    begin(relay=False, poll_seconds=NEVER)
 
-    def loop(work: Callable[[], Any]) -> int:
-        rounds = 0
-        while not stop.is_set():
-            work()
-            rounds += 1
-        return rounds
+    until(lambda: kit.table(conn, "SELECT 1 FROM {}.run WHERE state = 'ready'"), what="the take-over")
 
-    with kit.counted(telemetry.Counter.SYSTEM_RETRY) as defects:
-        loops = [kit.Beside(lambda work=work: loop(work)) for work in works]  # type: ignore[misc]  # bound now
-        ids = [execute(conn, client, turn) for turn in range(42)]
-        stop.set()
-        rounds = [one.result() for one in loops]
-
-        assert defects() == 0
-    clock.advance(seconds=3700)
-    kit.worker(conn, seconds=864_000)
-    for work in works:
-        work()
-    rest(database, settings)
-
-    assert min(rounds) > 0
-    assert stuck(conn) == []
-    assert len(ids) == 42
-    assert {kit.state(conn, run_id) for run_id in ids[::6]} == {"cancelled"}
-
-
-def execute(conn: Connection, client: Client, turn: int) -> str:
-    """Take a run through some of its life, as a worker and a client would, and leave it anywhere."""
-    new, by = kit.enqueue(conn), kit.worker(conn, seconds=0.3 if turn % 3 else 60)
-    if turn % 6 == 0:
-        client.cancel(new.id, reason="test")
-        return new.id
-    grant = runs.claim(
-        conn, id=new.id, nesting=0, task=kit.TASK, claim=uuid4(), worker=by, versions=[1], limit_seconds=None
-    )
-    if grant is None:
-        return new.id
-    guard = Guard(conn, grant.token)
-    address = waits.run_address(new.id, "approved") if turn % 2 else waits.key_address("paid", "1")
-    try:
-        kit.register(guard, "approved", address, timeout=0.2 if turn % 5 == 0 else None)
-        runs.suspend(guard, state=RunState.WAITING, steps=[], waits=["approved"])
-    except AssertionError:
-        return new.id  # fenced: the sweeper was faster
-    if turn % 2:
-        client.signal(new.id, "approved")
-    else:
-        client.emit("paid", "1")
-    return new.id
-
-
-def rest(database: Database, settings: Settings) -> None:
-    """Let everything come to rest."""
-    for _ in range(5):
-        Sweeper(database, settings).run_once()
-        Timers(database, settings).run_once()
-        Router(database, settings).run_once()
-        Redispatch(database, settings).run_once()
-
-
-def stuck(conn: Connection) -> list[tuple[Any, ...]]:
-    """Return the runs that nothing would ever bring on (I1): no owner, no open wait, no hint, no deadline of one."""
-    return kit.table(
+    late = kit.table(
         conn,
-        "SELECT r.no, r.state FROM {}.run AS r WHERE r.finished_at IS NULL"
-        " AND NOT EXISTS (SELECT 1 FROM {}.outbox_event AS o WHERE o.run = r.no AND o.status = 'pending')"
-        " AND NOT (r.state = 'ready' AND r.deliver_by > {}.now())"
-        " AND NOT (r.state = 'running' AND EXISTS"
-        " (SELECT 1 FROM {}.worker AS w WHERE w.id = r.worker AND w.lease_until > {}.now()))"
-        " AND NOT (r.state = 'waiting' AND EXISTS"
-        " (SELECT 1 FROM {}.wait AS w WHERE w.run = r.no AND w.state = 'pending'))",
-    )
+        "SELECT extract(epoch FROM a.ended_at - w.lease_until)::float8"
+        " FROM {}.attempt a JOIN {}.worker w ON w.id = a.worker",
+    )[0][0]
+    assert 0 <= late < 2.0

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from tests.integration import service_kit as kit
-from tests.integration.service_kit import RecordingBroker, schema  # noqa: F401  a fixture
+from tests.integration.service_kit import RecordingBroker, empty_schema  # noqa: F401  a fixture
 from tests.support.clock import Clock
 from umt_durable import telemetry
 from umt_durable.database import Connection, Database

@@ -11,7 +11,7 @@ from uuid import UUID, uuid4
 import pytest
 
 from tests.integration import service_kit as kit
-from tests.integration.service_kit import schema  # noqa: F401  a fixture
+from tests.integration.service_kit import empty_schema  # noqa: F401  a fixture
 from tests.support.clock import Clock
 from tests.support.postgres import PrivatePostgres
 from tests.support.wait import until
@@ -396,7 +396,7 @@ def test_i7_the_delay_of_a_take_over_that_waited_for_its_owner_begins_after_the_
     assert (wake_at - released).total_seconds() >= DELAY
 
 
-def test_an_unknown_claim_ends_nothing(database: Database, settings: Settings, schema: str) -> None:  # noqa: F811
+def test_an_unknown_claim_ends_nothing(database: Database, settings: Settings, schema: str) -> None:
     assert not takeover.end_delivery(database, claim=uuid4(), known_dead=True, reason="x", settings=settings)
 
 

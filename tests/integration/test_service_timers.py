@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from tests.integration import service_kit as kit
-from tests.integration.service_kit import schema  # noqa: F401  a fixture
+from tests.integration.service_kit import empty_schema  # noqa: F401  a fixture
 from tests.support.clock import Clock
 from tests.support.wait import until
 from umt_durable import telemetry

@@ -50,6 +50,9 @@ class RecordingReporter:
         self.wrote = True
         self.states.append(str(state))
 
+    def check_sleep(self, seconds: float) -> None:
+        """Allow any: nothing waits for the run."""
+
 
 class Process:
     """One worker process, as the engine sees it: a lease and an executor."""

@@ -178,6 +178,8 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for _ in range(3):
+            await asyncio.sleep(0)  # the turns in which closed transports give their sockets back
 
     def _reset(self) -> int:
         pairs = list(self._pairs)
@@ -189,6 +191,8 @@ class Proxy:
         task = self._loop.create_task(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # A task that is cancelled before it begins closes nothing by itself.
+        task.add_done_callback(lambda _: writer.transport.abort())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

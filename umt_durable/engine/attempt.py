@@ -9,7 +9,7 @@ from typing import TypeVar
 from umt_durable import telemetry
 from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database
-from umt_durable.engine.exits import Abandoned, Canceled
+from umt_durable.engine.exits import Abandoned, Canceled, Released
 from umt_durable.errors import DatabaseUnavailableError
 from umt_durable.failpoints import point
 from umt_durable.records import Grant
@@ -51,9 +51,19 @@ class Abort:
             raise exit_for(self.reason or "shutdown")
 
 
-def exit_for(reason: str) -> Canceled | Abandoned:
+def exit_for(reason: str) -> Canceled | Released | Abandoned:
     """Return how a body ends that was asked to stop."""
-    return Canceled("cancelled") if reason == "cancel" else Abandoned(reason, fenced=False)
+    match reason:
+        case "cancel":
+            return Canceled("cancelled")
+        case "shutdown":
+            return Released("shutdown")
+        case _:
+            return Abandoned(reason, fenced=False)
+
+
+class AlreadyRecordedError(Exception):
+    """A step that was to be entered has its outcome in the journal. Never reaches a body."""
 
 
 class Attempt:
@@ -116,16 +126,20 @@ class Attempt:
     def enter(self, entry: journal.Entry, *, explicit: bool = False) -> None:
         """Return with the right to enter the body of a step now.
 
-        Errors: Canceled, Abandoned.
+        Errors: Canceled, Abandoned; AlreadyRecordedError when a commit of this grant, thought lost, has arrived since.
         """
         asked = not (explicit or self._explicit)
         while not (asked and self.is_fresh()):
             self.signal.raise_if_set()
             self._must_be_alive()
             point("step.grant.b")
-            if self.write(lambda guard: journal.start(guard, entry), cancel=bool):
-                raise Canceled("cancelled")
+            reply = self.write(lambda guard: journal.start(guard, entry), cancel=_is_cancel)
             point("step.grant.a")
+            assert reply is not None
+            if reply.cancel:
+                raise Canceled("cancelled")
+            if not reply.granted:
+                raise AlreadyRecordedError(entry.key)
             asked = True
         self._running = (entry, boottime())
 
@@ -144,7 +158,7 @@ class Attempt:
         """
         sent, reply = self._ask(work)
         if reply is None:
-            if self._database.do(lambda conn: journal.look(Guard(conn, self.token), key)) is None:
+            if self.read(lambda guard: journal.look(guard, key)) is None:
                 telemetry.count(telemetry.Counter.FENCED_WRITE)
                 raise Abandoned("the outcome of a step was refused: the grant of this run has ended", fenced=True)
             self._proof = None
@@ -160,13 +174,20 @@ class Attempt:
         _, reply = self._ask(work)
         if reply is not None and reply is not False:
             return reply
-        outcome = self._database.do(lambda conn: attempts.look(Guard(conn, self.token)))
+        outcome = self.read(attempts.look)
         if outcome in ended_as:
             return None
         if outcome is None and self.write(runs.prove, cancel=bool):
             raise Canceled("cancelled")
         telemetry.count(telemetry.Counter.FENCED_WRITE)
         raise Abandoned("the grant of this run has ended", fenced=True)
+
+    def read(self, work: Callable[[Guard], T]) -> T:
+        """Run a query of this attempt; its answer is no proof.
+
+        Errors: Abandoned when the database does not answer: an outage is no failure of the body.
+        """
+        return self._ask(work)[1]
 
     def _ask(self, work: Callable[[Guard], T]) -> tuple[float, T]:
         def once(conn: Connection) -> tuple[float, T]:
@@ -181,3 +202,7 @@ class Attempt:
     def _must_be_alive(self) -> None:
         if not self._lease.alive():
             raise Abandoned("lease_lost", fenced=False)
+
+
+def _is_cancel(reply: journal.Started | None) -> bool:
+    return reply is not None and reply.cancel

@@ -14,13 +14,13 @@ from uuid import UUID
 
 from umt_durable import codec, telemetry
 from umt_durable.clock import boottime
-from umt_durable.database import Database
+from umt_durable.database import Connection, Database
 from umt_durable.engine import failures
 from umt_durable.engine.attempt import Attempt
 from umt_durable.engine.context import TaskContext, _current
-from umt_durable.engine.exits import Abandoned, Canceled, Exit, Suspended
+from umt_durable.engine.exits import Abandoned, Canceled, Exit, Released, Replaced, Suspended
 from umt_durable.engine.failures import Failure
-from umt_durable.engine.passing import Pass
+from umt_durable.engine.passing import LONGEST, Pass
 from umt_durable.engine.registry import TaskDefinition, TaskRegistry
 from umt_durable.engine.reporting import Reporter
 from umt_durable.engine.retry import RetryPolicy
@@ -40,6 +40,7 @@ from umt_durable.session import Binding
 from umt_durable.settings import Settings
 from umt_durable.states import AttemptOutcome, OutboxType, Reason, RunState
 from umt_durable.store import journal, outbox, runs, waits
+from umt_durable.store.guard import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +62,14 @@ class Delivery:
 class Finished:
     """The run is terminal; what has to leave is in the outbox, claimed by this delivery.
 
-    Shape: `value` is the result as read back, `data` its stored bytes; `error` what the body raised, and `failure`
-    what is kept of it; `events` are the ids of the outbox rows to forget once they have been published.
+    Shape: `version` is the one that ran, `value` the result as read back, `data` its stored bytes; `error` what the
+    body raised, and `failure` what is kept of it; `events` are the ids of the outbox rows to forget once they have
+    been published.
     """
 
     state: RunState
     token: Token
+    version: int
     value: Any = None
     data: bytes | None = None
     error: Exception | None = None
@@ -83,13 +86,25 @@ class Parked:
 
 
 @dataclass(frozen=True, slots=True)
+class Superseded:
+    """The run is terminal without a result or callbacks of its own: another task has its id, and its callers.
+
+    Shape: `message` is what has to be published for that task, if anything; `events` are the outbox rows that hold it.
+    """
+
+    token: Token
+    message: bytes | None
+    events: tuple[UUID, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """Nothing was done: the run was claimed, parked or finished before, or this process may not go on with it."""
 
     reason: str
 
 
-Outcome: TypeAlias = Finished | Parked | Dropped
+Outcome: TypeAlias = Finished | Superseded | Parked | Dropped
 
 
 class Executor:
@@ -112,26 +127,11 @@ class Executor:
     def execute(self, delivery: Delivery, reporter: Reporter) -> Outcome:
         """Execute one delivery of a run up to its end, its next wait, or the loss of its grant.
 
-        Errors: DatabaseUnavailableError when the claim could not be asked for; the run is then untouched.
+        Errors: DatabaseUnavailableError when the claim could not be asked for; a grant it may have got is given up.
         Keeps: I4 (nothing runs that was not claimed), I24 (claim, step, suspend and finish may be repeated).
         """
         worker = self._lease.ensure()
-        point("claim.b")
-        sent, grant = self._database.do(
-            lambda conn: (
-                boottime(),
-                runs.claim(
-                    conn,
-                    id=delivery.run_id,
-                    nesting=delivery.nesting,
-                    task=delivery.task,
-                    claim=delivery.claim,
-                    worker=worker,
-                    versions=self._tasks.versions(delivery.task),
-                    limit_seconds=self._tasks.get(delivery.task).limit_seconds,
-                ),
-            )
-        )
+        sent, grant = self._claim(delivery, worker)
         if grant is None:
             telemetry.count(telemetry.Counter.DUPLICATE_DELIVERY)
             return Dropped("nothing to claim: the run is being executed, parked or finished")
@@ -151,6 +151,33 @@ class Executor:
             raise
         finally:
             self._lease.release(attempt)
+
+    def _claim(self, delivery: Delivery, worker: UUID) -> tuple[float, Grant | None]:
+        """Ask for the grant; return it with the `boottime` at which its statement was sent."""
+        task = self._tasks.get(delivery.task)
+        versions = self._tasks.versions(delivery.task)
+
+        def ask(conn: Connection) -> tuple[float, Grant | None]:
+            sent = boottime()
+            grant = runs.claim(
+                conn,
+                id=delivery.run_id,
+                nesting=delivery.nesting,
+                task=delivery.task,
+                claim=delivery.claim,
+                worker=worker,
+                versions=versions,
+                limit_seconds=task.limit_seconds,
+            )
+            return sent, grant
+
+        point("claim.b")
+        try:
+            return self._database.do(ask)
+        except DatabaseUnavailableError:
+            # The claim may have been granted, or be so yet: under a lost lease it cannot, and nobody would execute it.
+            self._lease.lose()
+            raise
 
     def _abandoned(self, how: Abandoned, attempt: Attempt, reporter: Reporter) -> Dropped:
         """Leave the run to whoever has it, or give it up, and repair an interim state that may hide its outcome."""
@@ -188,7 +215,13 @@ class _Execution:
         self._definition: TaskDefinition = self._tasks.get(delivery.task, grant.version)
 
     def run(self) -> Outcome:
-        """Execute what was granted."""
+        """Execute what was granted, or hand it over when this process shuts down."""
+        try:
+            return self._run()
+        except Released:
+            return self._hand_over()
+
+    def _run(self) -> Outcome:
         self._reporter.claimed(self._grant)
         if self._grant.cancel:
             return self._finish(RunState.CANCELLED)
@@ -199,6 +232,10 @@ class _Execution:
         except (DecodingError, InputError) as error:
             return self._quarantine(Reason.BAD_INPUT, error)
         the_pass = self._prepare(args, kwargs)
+        try:
+            self._attempt.prove()  # a body without steps is one step: it is entered on a proof as young as any
+        except Canceled:
+            return self._finish(RunState.CANCELLED)
         try:
             value = self._call(the_pass, args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever left the body is its outcome
@@ -267,7 +304,56 @@ class _Execution:
             return Parked(how.state, how.until)
         if isinstance(how, Canceled):
             return self._finish(RunState.CANCELLED)
+        if isinstance(how, Replaced):
+            return self._supersede(how)
         raise how
+
+    def _supersede(self, how: Replaced) -> Outcome:
+        """End the run and begin what takes its place in one transaction; a cancel that came before ends both."""
+        token = self._grant.token
+
+        def supersede(guard: Guard) -> RunState | None:
+            with guard.conn.transaction():
+                ended = runs.finish(
+                    guard,
+                    state=RunState.SUCCEEDED,
+                    report=False,
+                    callbacks=0,
+                    hold_seconds=FINISH_HOLD_SECONDS,
+                    repair_seconds=2 * self._settings.lease_seconds,
+                )
+                if ended is RunState.CANCELLED:
+                    outbox.report_again(guard.conn, token.run)
+                elif ended is not None and how.run is not None:
+                    runs.enqueue(guard.conn, how.run, deliver_seconds=self._settings.deliver_seconds)
+                elif ended is not None and how.message is not None:
+                    outbox.keep_callback(guard, payload=how.message, hold_seconds=FINISH_HOLD_SECONDS)
+            return ended
+
+        point("finish.commit.b")
+        ended = self._attempt.end(supersede, ended_as=(AttemptOutcome.COMPLETED, AttemptOutcome.CANCELLED))
+        point("finish.commit.a")
+        if ended is None:  # a lost reply: the run row says how it ended
+            found = self._database.do(lambda conn: runs.for_report(conn, token.run))
+            ended = RunState.SUCCEEDED if found is None else found.state
+        telemetry.count(telemetry.Counter.FINISHED_RUN)
+        if ended is RunState.CANCELLED:
+            return Finished(ended, token, self._grant.version)
+        row = (event_id(token.run, token.fence + 1, OutboxType.CALLBACK, 0),)
+        return Superseded(token, how.message, () if how.message is None else row)
+
+    def _hand_over(self) -> Outcome:
+        """Make the run ready for another process; no crash is counted, and its journal stays as it is."""
+        try:
+            self._attempt.end(
+                lambda guard: runs.hand_over(guard, deliver_seconds=self._settings.deliver_seconds) or None,
+                ended_as=(AttemptOutcome.SUSPENDED,),
+            )
+        except Canceled:
+            return self._finish(RunState.CANCELLED)
+        telemetry.count(telemetry.Counter.HANDED_OVER_RUN)
+        self._database.notify()
+        return Dropped("this process shuts down; the run goes on elsewhere")
 
     def _retry(self, error: Exception) -> Parked | None:
         """Park the run for its next attempt, if its policy allows one and the error is not in the journal for good."""
@@ -279,6 +365,7 @@ class _Execution:
         delay = policy.next_delay(count, random.random, error=error, elapsed=elapsed)
         if delay is None:
             return None
+        delay = min(delay, LONGEST)
         until = f"retry {count} in {delay}"
         kept = failures.capture(error)
         try:
@@ -357,7 +444,7 @@ class _Execution:
             callbacks = 0
         kinds = [(OutboxType.RESULT, 0)] * reports + [(OutboxType.CALLBACK, n) for n in range(callbacks)]
         events = tuple(event_id(token.run, token.fence + 1, kind, ordinal) for kind, ordinal in kinds)
-        return Finished(ended, token, value, data, error, failure, events)
+        return Finished(ended, token, self._grant.version, value, data, error, failure, events)
 
 
 def cancel_payload(reason: str | None) -> bytes:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from umt_durable.records import NewRun
 from umt_durable.states import RunState
 
 
@@ -34,3 +35,20 @@ class Abandoned(Exit):
         self.reason = reason
         self.fenced = fenced
         super().__init__(reason)
+
+
+class Released(Exit):
+    """This process is shutting down between two steps: the run goes to whoever takes it next, at once."""
+
+
+class Replaced(Exit):
+    """Another task takes this run's place, under the same id.
+
+    Shape: exactly one is set: `run` is inserted by the transaction that ends this one; `message` is kept in the outbox
+    by it, for what has to be published instead.
+    """
+
+    def __init__(self, *, run: NewRun | None = None, message: bytes | None = None) -> None:
+        self.run = run
+        self.message = message
+        super().__init__("replaced")

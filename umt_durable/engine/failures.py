@@ -16,7 +16,7 @@ from umt_durable.errors import StepFailedError
 from umt_durable.redaction import redact_text
 
 MAX_TEXT, MAX_TRACEBACK = 4_000, 16_000
-_PLAIN = (str, int, float, bool, type(None))
+_LARGEST = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ def from_bytes(data: bytes) -> Failure:
 
 def capture(error: BaseException, *, step: str | None = None) -> Failure:
     """Keep what can be kept of an exception."""
-    message = redact_text(_text(error))[:MAX_TEXT]
+    message = _clean(_text(error))[:MAX_TEXT]
     lines = traceback.format_exception(type(error), error, error.__traceback__)
-    args = error.args if all(isinstance(arg, _PLAIN) for arg in error.args) else (message,)
+    args = error.args if all(_is_plain(arg) for arg in error.args) else (message,)
     return Failure(
-        type=type(error).__name__,
-        module=type(error).__module__,
+        type=_clean(type(error).__name__),
+        module=_clean(type(error).__module__),
         message=message,
-        args=tuple(redact_text(arg)[:MAX_TEXT] if isinstance(arg, str) else arg for arg in args),
-        traceback=redact_text("".join(lines))[-MAX_TRACEBACK:],
+        args=tuple(_clean(arg)[:MAX_TEXT] if isinstance(arg, str) else arg for arg in args),
+        traceback=_clean("".join(lines))[-MAX_TRACEBACK:],
         step=step,
     )
 
@@ -102,7 +102,8 @@ E = TypeVar("E", bound=Exception)
 
 def mark_recorded(error: E) -> E:
     """Note on an exception that it stands in the journal, for `is_recorded`."""
-    error.__umt_recorded__ = True  # type: ignore[attr-defined]  # read by is_recorded
+    # Past the class's own __setattr__: that of a frozen dataclass refuses.
+    BaseException.__setattr__(error, "__umt_recorded__", True)
     return error
 
 
@@ -116,17 +117,29 @@ def is_recorded(error: BaseException | None) -> bool:
         if getattr(error, "__umt_recorded__", False):
             return True
         seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        # Not the context: an error raised while a recorded one was being handled is new, and may be tried again.
+        error = error.__cause__
     return False
 
 
 def _bare(cls: type[Exception], failure: Failure) -> Exception | None:
     try:
         error = cls.__new__(cls)
+        BaseException.__setattr__(error, "args", failure.args)
     except TypeError:
         return None
-    error.args = failure.args
     return error
+
+
+def _clean(text: str) -> str:
+    """Return a text without secrets, in a form that any column and any JSON can hold."""
+    return redact_text(text).replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return -_LARGEST <= value < _LARGEST
+    return value is None or isinstance(value, str | bool | float)
 
 
 def _text(error: BaseException) -> str:

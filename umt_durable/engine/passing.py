@@ -23,6 +23,9 @@ from umt_durable.store import runs, waits
 from umt_durable.store import settings as store_settings
 from umt_durable.store.guard import Guard
 
+LONGEST = timedelta(days=36_500)
+"""The longest sleep, time-out or back-off: what the database's calendar can add to any date of ours."""
+
 IN_PROCESS_SECONDS = 2.0
 """Shorter sleeps and back-offs hold the worker instead of parking the run: parking costs more."""
 
@@ -116,7 +119,7 @@ class Pass:
 
     def database_now(self) -> datetime:
         """Return the time of the clock that decides."""
-        return self.database.do(store_settings.now)
+        return self.attempt.read(lambda guard: store_settings.now(guard.conn))
 
     def suspend(
         self,

@@ -30,3 +30,9 @@ class Reporter(Protocol):
 
     def suspending(self, state: RunState, until: str) -> None:
         """Store that the run is about to be parked. Called on a fresh proof, before the commit."""
+
+    def check_sleep(self, seconds: float) -> None:
+        """Refuse a sleep that what waits for this run would not outlive. Called before the sleep is recorded.
+
+        Errors: DefinitionError.
+        """

@@ -13,8 +13,9 @@ from uuid import UUID
 from umt_durable import codec, telemetry
 from umt_durable.clock import boottime
 from umt_durable.engine import failures
+from umt_durable.engine.attempt import AlreadyRecordedError
 from umt_durable.engine.exits import Canceled, Exit
-from umt_durable.engine.passing import IN_PROCESS_SECONDS, Pass
+from umt_durable.engine.passing import IN_PROCESS_SECONDS, LONGEST, Pass
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.txstep import run_in_transaction
 from umt_durable.engine.waiting import MISSING, Fact, Wait, wait_for_fact
@@ -24,6 +25,7 @@ from umt_durable.records import StepEntry
 from umt_durable.session import Binding
 from umt_durable.states import RunState, StepKind, StepState
 from umt_durable.store import journal
+from umt_durable.store.guard import Guard
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,8 +103,10 @@ class Steps:
 
         Errors: DefinitionError for anything but a timedelta that is not negative.
         """
-        if not isinstance(duration, timedelta) or duration < timedelta(0):
-            raise DefinitionError(f"step {name!r}: a sleep needs a timedelta that is not negative, not {duration!r}")
+        if not isinstance(duration, timedelta) or not timedelta(0) <= duration <= LONGEST:
+            raise DefinitionError(
+                f"step {name!r}: a sleep is a timedelta from 0 to {LONGEST.days} days, not {duration!r}"
+            )
         self._sleep(name, f"for {duration}", duration=duration)
 
     def sleep_until(self, name: str, moment: datetime) -> None:
@@ -188,11 +192,14 @@ class Steps:
             # Woken by something else, or taken over: the back-off is not prolonged, nor cut short.
             self._park_for_retry(entry, f"retry of step {body.name} at {recorded.wake_at.isoformat()}")
         while True:
-            self._enter(entry, explicit=explicit)
-            point("step.body.b")
-            telemetry.count(telemetry.Counter.EXECUTED_STEP)
             try:
+                self._enter(entry, explicit=explicit)
+                point("step.body.b")
+                telemetry.count(telemetry.Counter.EXECUTED_STEP)
                 value = body.call()
+            except AlreadyRecordedError:
+                the_pass.attempt.leave()
+                return self._replay(self._reread(entry.key), body.annotation)
             except Exception as error:  # noqa: BLE001 - whatever left the body is its outcome
                 the_pass.attempt.leave()
                 entry = self._failed(entry, body.name, error, elapsed=earlier + boottime() - began)
@@ -203,6 +210,12 @@ class Steps:
             finally:
                 the_pass.attempt.leave()
             return value if body.commits else self._commit(entry, body, value)
+
+    def _reread(self, key: str) -> StepEntry:
+        """Read one entry again, which this grant has recorded by a commit whose reply was lost."""
+        run = self._pass.attempt.token.run
+        entries = self._guarded(lambda: self._pass.attempt.read(lambda guard: journal.read(guard.conn, run)))
+        return next(entry for entry in entries if entry.key == key)
 
     def _enter(self, entry: journal.Entry, *, explicit: bool) -> None:
         self._guarded(lambda: self._pass.attempt.enter(entry, explicit=explicit))
@@ -234,6 +247,7 @@ class Steps:
         delay = policy.next_delay(tried.failures, random.random, error=error, elapsed=timedelta(seconds=elapsed))
         if delay is None:
             self._record_failure(tried, name, error)
+        delay = min(delay, LONGEST)
         telemetry.count(telemetry.Counter.STEP_RETRY)
         kept = failures.capture(error, step=name).to_bytes()
         due = self._guarded(
@@ -269,34 +283,48 @@ class Steps:
 
     def _sleep(self, name: str, text: str, *, duration: timedelta | None = None, until: datetime | None = None) -> None:
         entry, recorded = self._identify(name, StepKind.SLEEP, (text,), {})
-        if recorded is not None and (recorded.state is StepState.DONE or recorded.due):
+        if recorded is not None and recorded.state is StepState.DONE:
             telemetry.count(telemetry.Counter.REPLAYED_STEP)
             return
-        attempt = self._pass.attempt
+        if recorded is None:
+            self._check_sleep(duration, until)
         # Of a sleep of just that long, a part has passed when the reply comes; it parks all the same.
         long = recorded is None and duration is not None and duration.total_seconds() >= IN_PROCESS_SECONDS
-        due = self._guarded(
-            lambda: attempt.write(
-                lambda guard: journal.start_sleep(guard, entry, duration=duration, until=until), cancel=_cancel
-            )
-        )
+        # The end of a sleep is recorded before anything follows it: a clock that jumps back cannot begin it again.
+        ended = recorded is not None and recorded.due
         while True:
-            assert due is not None
+            due = self._ask_sleep(entry, ended=ended, duration=duration, until=until)
             if due.cancel:
                 self._pass.leave(Canceled("cancelled"))
-            if due.seconds is None:
+            if due.seconds is None or (ended and due.seconds <= 0.0):
                 return
             if long or due.seconds > IN_PROCESS_SECONDS:
                 self._guarded(
                     lambda: self._pass.suspend(RunState.SLEEPING, steps=[entry.key], until=f"sleep {name} {text}")
                 )
-            if attempt.signal.wait(max(due.seconds, 0.0)):
+            if self._pass.attempt.signal.wait(max(due.seconds, 0.0)):
                 self._pass.check()
-            due = self._guarded(
-                lambda: attempt.write(lambda guard: journal.end_sleep(guard, entry.key), cancel=_cancel)
-            )
-            if due is not None and not due.cancel and (due.seconds or 0.0) <= 0.0:
-                return
+            ended = True
+
+    def _ask_sleep(
+        self, entry: journal.Entry, *, ended: bool, duration: timedelta | None, until: datetime | None
+    ) -> journal.Due:
+        """Fix when a sleep ends, or record that it has; say when that is."""
+
+        def ask(guard: Guard) -> journal.Due | None:
+            if ended:
+                return journal.end_sleep(guard, entry.key)
+            return journal.start_sleep(guard, entry, duration=duration, until=until)
+
+        due = self._guarded(lambda: self._pass.attempt.write(ask, cancel=_cancel))
+        assert due is not None
+        return due
+
+    def _check_sleep(self, duration: timedelta | None, until: datetime | None) -> None:
+        """Have the queue in front of us refuse a sleep that what waits for this run would not outlive."""
+        lasts = duration if until is None else until - self._pass.database_now()
+        if lasts is not None:
+            self._pass.reporter.check_sleep(lasts.total_seconds())
 
     def _guarded(self, work: Callable[[], R]) -> R:
         """Run a piece of the engine; an exit it takes is taken for good."""

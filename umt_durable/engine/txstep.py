@@ -7,17 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 from umt_durable import codec, telemetry
-from umt_durable.database import IDLE_IN_TRANSACTION_MS, RETRY_SECONDS, Connection
+from umt_durable.database import IDLE_IN_TRANSACTION_MS, RETRY_SECONDS
+from umt_durable.engine.attempt import AlreadyRecordedError, exit_for
 from umt_durable.engine.exits import Abandoned
 from umt_durable.engine.passing import Pass
 from umt_durable.failpoints import point
-from umt_durable.session import Binding, is_lost, transaction
+from umt_durable.session import Binding, UserTransaction, is_lost, transaction
 from umt_durable.states import StepState
 from umt_durable.store import journal
 from umt_durable.store.guard import Guard
 
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 
-class _Refused(Exception):
+
+class _RefusedError(Exception):
     """The record of the result was not written; raised to roll the user's rows back."""
 
 
@@ -32,56 +35,78 @@ def run_in_transaction(
 ) -> Any:
     """Run a body in one transaction with its record; return the value as it would be read back.
 
-    A commit whose reply was lost is looked up before anything is done again. If it lands only after that look, the
-    repeat finds the step recorded and rolls its own rows back.
-    Errors: the body's own; EncodingError; Abandoned when the grant had ended, with the user's rows rolled back.
+    A commit whose reply was lost is asked for before anything is done again, under a lock that waits for it. What the
+    body itself raises, a database error included, is the body's failure.
+    Errors: the body's own; EncodingError; Abandoned when the grant had ended, with the user's rows rolled back;
+    AlreadyRecordedError when the journal has the result.
     """
-    token, schema = the_pass.attempt.token, the_pass.database.schema
-    deadline = time.monotonic() + RETRY_SECONDS
-
-    def guard(conn: Connection) -> Guard:
-        return Guard(conn, token)
-
+    attempt = the_pass.attempt
+    deadline, pause = time.monotonic() + RETRY_SECONDS, SHORTEST_PAUSE
     while True:
+        this = _Try(the_pass, entry, binding, where)
         try:
-            with transaction(binding, schema) as tx:
-                tx.bound.execute(f"SET LOCAL idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_MS}".encode())
-                value = body(tx.handle)
-                encoded, decoded = codec.round_trip(value, annotation, where=where)
-                tx.flush()
-                point("txstep.user_sql.a")
-                mine = Guard(tx.bound, token)  # type: ignore[arg-type]  # a user's connection in the shape of ours
-                if (
-                    journal.commit(mine, entry, state=StepState.DONE, result=encoded.data, digest=encoded.digest)
-                    is None
-                ):
-                    raise _Refused
-                point("txstep.commit.b")
-        except _Refused:
-            pass
+            encoded = this.run(body, annotation)
+        except _RefusedError:
+            # This grant recorded it by a commit whose reply was lost, or the grant has ended.
+            if attempt.read(lambda guard: journal.look(guard, entry.key)) is None:
+                telemetry.count(telemetry.Counter.FENCED_WRITE)
+                raise Abandoned("a transaction was rolled back: the grant of its run has ended", fenced=True) from None
+            attempt.progressed()
+            raise AlreadyRecordedError(entry.key) from None
         except Exception as error:
-            if not is_lost(error):
+            if not (this.lost and is_lost(error)):
                 raise
             telemetry.count(telemetry.Counter.LOST_REPLY)
             if time.monotonic() > deadline:
-                raise Abandoned(f"{where}: the database of its binding did not answer", fenced=False) from error
-            if the_pass.database.do(lambda conn: journal.look(guard(conn), entry.key)) is None:
-                the_pass.attempt.enter(entry, explicit=True)
-                continue
+                if not this.committing:
+                    raise  # nothing was committed: an outage of the binding is the step's failure, for its policy
+                raise Abandoned(f"{where}: the fate of its commit is not known", fenced=False) from error
+            if attempt.signal.wait(pause):
+                the_pass.leave(exit_for(attempt.signal.reason or "shutdown"))
+            pause = min(2 * pause, LONGEST_PAUSE)
+            attempt.enter(entry, explicit=True)  # says so where the commit has arrived after all
         else:
             point("txstep.commit.a")
-            the_pass.attempt.progressed()
-            return decoded
-        return _recorded(the_pass, entry, annotation, guard)
+            attempt.progressed()
+            return encoded
 
 
-def _recorded(the_pass: Pass, entry: journal.Entry, annotation: Any, guard: Callable[[Connection], Guard]) -> Any:
-    """Return what this grant recorded earlier by a commit whose reply was lost."""
-    if the_pass.database.do(lambda conn: journal.look(guard(conn), entry.key)) is not StepState.DONE:
-        telemetry.count(telemetry.Counter.FENCED_WRITE)
-        raise Abandoned("a transaction was refused and rolled back: the grant of this run has ended", fenced=True)
-    run = the_pass.attempt.token.run
-    found = next(item for item in the_pass.database.do(lambda conn: journal.read(conn, run)) if item.key == entry.key)
-    assert found.result is not None
-    the_pass.attempt.progressed()
-    return codec.decode(found.result, annotation)
+class _Try:
+    """One try of the transaction.
+
+    Shape: `lost` says that an error now means a lost connection of the transaction: before it is open, once it is
+    committing, or when it broke under the body. Any other error is the body's own.
+    """
+
+    def __init__(self, the_pass: Pass, entry: journal.Entry, binding: Binding, where: str) -> None:
+        self._pass, self._entry, self._binding, self._where = the_pass, entry, binding, where
+        self.lost, self.committing = True, False
+
+    def run(self, body: Callable[[Any], Any], annotation: Any) -> Any:
+        """Run the body and commit its rows with its result; return the result as it would be read back."""
+        attempt, entry = self._pass.attempt, self._entry
+        with transaction(self._binding, self._pass.database.schema) as tx:
+            tx.bound.execute(f"SET LOCAL idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_MS}".encode())
+            if not attempt.is_fresh():
+                attempt.enter(entry, explicit=True)  # opening the transaction took its time
+            value = self._call(body, tx)
+            encoded, decoded = codec.round_trip(value, annotation, where=self._where)
+            point("txstep.user_sql.a")
+            mine = Guard(tx.bound, attempt.token)  # type: ignore[arg-type]  # a user's, in the shape of ours
+            if journal.commit(mine, entry, state=StepState.DONE, result=encoded.data, digest=encoded.digest) is None:
+                raise _RefusedError
+            point("txstep.commit.b")
+            self.lost = self.committing = True
+        return decoded
+
+    def _call(self, body: Callable[[Any], Any], tx: UserTransaction) -> Any:
+        self.lost = False
+        try:
+            value = body(tx.handle)
+            tx.flush()
+        except Exception as error:
+            broken = getattr(tx.handle, "closed", False) or getattr(error, "connection_invalidated", False)
+            self.lost = bool(broken)
+            raise
+        self.lost = True  # what follows is ours: an error of the connection is one
+        return value

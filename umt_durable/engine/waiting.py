@@ -11,7 +11,7 @@ from uuid import UUID
 from umt_durable import codec, telemetry
 from umt_durable.engine.exits import Canceled, Exit
 from umt_durable.engine.failures import mark_recorded
-from umt_durable.engine.passing import Pass
+from umt_durable.engine.passing import LONGEST, Pass
 from umt_durable.errors import DefinitionError, FactTimeoutError, NonDeterminismError
 from umt_durable.failpoints import point
 from umt_durable.records import WaitEntry
@@ -47,11 +47,13 @@ class Wait:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        if self.key is not None:
+            check_key(self.name, self.key)
         if self.mode not in MODES:
             raise DefinitionError(f"wait {self.name!r}: mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         for label, value in (("timeout", self.timeout), ("poll", self.poll)):
-            if value is not None and (not isinstance(value, timedelta) or value < timedelta(0)):
-                raise DefinitionError(f"wait {self.name!r}: {label} must be a timedelta that is not negative")
+            if value is not None and (not isinstance(value, timedelta) or not timedelta(0) <= value <= LONGEST):
+                raise DefinitionError(f"wait {self.name!r}: {label} must be a timedelta from 0 to {LONGEST.days} days")
 
     def address(self, run_id: str) -> str:
         """Return where the fact is said."""
@@ -67,6 +69,16 @@ def check_name(name: str) -> None:
         raise DefinitionError(f"{name!r} is no name for a fact: 1 to 255 characters")
     if name.startswith(RESERVED):
         raise DefinitionError(f"{name!r}: names under {RESERVED!r} are reserved")
+
+
+def check_key(name: str, key: object) -> None:
+    """Refuse a key no fact can be emitted under.
+
+    Errors: DefinitionError.
+    """
+    fits = isinstance(key, str) and 0 < len(key) <= 255 and "\0" not in key
+    if not fits or any("\ud800" <= character <= "\udfff" for character in str(key)):
+        raise DefinitionError(f"the key of fact {name!r} must be text of 1 to 255 characters, not {key!r}")
 
 
 def wait_for_fact(the_pass: Pass, wait: Wait, *, step_key: str | int | UUID | None = None) -> Fact:
@@ -131,6 +143,7 @@ def _register(the_pass: Pass, wait: Wait, key: str, recorded: WaitEntry | None) 
 def _check(the_pass: Pass, wait: Wait, entry: WaitEntry) -> WaitEntry:
     """Ask the body's own check, with no lock held, and settle the wait by a true answer."""
     assert wait.check is not None
+    the_pass.attempt.prove()  # user code is entered: the run must still be ours, and not cancelled
     answer = wait.check()
     if not answer:
         return entry
@@ -142,6 +155,6 @@ def _check(the_pass: Pass, wait: Wait, entry: WaitEntry) -> WaitEntry:
 
 def _read(the_pass: Pass, key: str) -> WaitEntry:
     run = the_pass.attempt.token.run
-    entries = {entry.key: entry for entry in the_pass.database.do(lambda conn: waits.of_run(conn, run))}
+    entries = {entry.key: entry for entry in the_pass.attempt.read(lambda guard: waits.of_run(guard.conn, run))}
     the_pass.waits.update(entries)
     return entries[key]

@@ -64,6 +64,16 @@ ON CONFLICT ON CONSTRAINT outbox_event_pkey DO UPDATE
    SET claim = NULL, status = 'pending', attempts = 0, next_attempt_at = excluded.next_attempt_at
 RETURNING run
 
+-- name: keep_callback :count
+-- Store a callback that stands in its row, for a run that this transaction has just ended, claimed by the finisher, who
+-- publishes it.
+-- Locks: run (held), outbox_event. Index: run_pkey, outbox_event_pkey.
+INSERT INTO {schema}.outbox_event (id, type, run, payload, claim, next_attempt_at)
+SELECT {schema}.event_id(no, fence, 'callback', 0), 'callback', no, %(payload)s::bytea, %(claim)s::uuid,
+       {schema}.now() + %(hold)s::interval
+  FROM {schema}.run WHERE no = %(run)s AND finished_at IS NOT NULL
+ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING
+
 -- name: outbox_status :one
 -- Count pending and dead rows and say how long the oldest due row has waited, in seconds.
 -- Locks: none. Index: outbox_event_due.

@@ -82,6 +82,28 @@ UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'suspended'
   FROM r, u WHERE attempt.run = r.no AND attempt.fence = r.fence
 RETURNING u.wake_at
 
+-- name: hand_over_run :maybe
+-- End the grant of a process that shuts down, with the run ready at once and a hint; its crashes stay as they are. Only
+-- its owner says this, outside any body, so no proof outlives it. Refuses, with no row, when a cancel is pending.
+-- Locks: run, then attempt, then outbox_event. Index: run_pkey, attempt_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, fence FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running' AND cancel_at IS NULL
+       FOR UPDATE),
+u AS (
+    UPDATE {schema}.run
+       SET state = 'ready', wake_at = NULL, fence = run.fence + 1, claim = NULL, worker = NULL, redelivers = 0,
+           attempt_deadline = NULL, deliver_by = {schema}.now() + %(deliver)s::interval
+      FROM r WHERE run.no = r.no
+    RETURNING run.no, run.fence, run.priority),
+a AS (
+    UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'suspended'
+      FROM r WHERE attempt.run = r.no AND attempt.fence = r.fence)
+INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), {schema}.now() FROM u
+ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING
+RETURNING run
+
 -- name: retry_run :maybe
 -- End the grant after a failure of the body, with the run due again after its back-off. The failure counts for the run.
 -- Locks: run, then attempt. Index: run_pkey.
@@ -249,6 +271,13 @@ SELECT no, id, nesting, state, fence, cancel_at IS NOT NULL, paused_at IS NOT NU
 -- List the runs of one id, the highest nesting first.
 -- Locks: none. Index: run_id_nesting.
 SELECT no, state FROM {schema}.run WHERE id = %(id)s ORDER BY nesting DESC
+
+-- name: stamped_runs :many
+-- List the next live runs whose message carries stamps. For a revoke by stamps, which is rare: it reads the whole table.
+-- Locks: none. Index: run_pkey.
+SELECT no, id, envelope FROM {schema}.run
+ WHERE no > %(after)s AND finished_at IS NULL AND position(convert_to('"stamps":', 'UTF8') IN envelope) > 0
+ ORDER BY no LIMIT %(limit)s
 
 -- name: lost_runs :many
 -- List the next running runs whose worker has no valid lease, or whose attempt is past its own deadline. A list only (RG-1).

@@ -3,7 +3,7 @@
 
 -- name: start_step :maybe
 -- Ask for the grant to enter a body, and record that it starts. The reply says whether a cancel is pending (then nothing
--- is written) and whether the step is done already.
+-- is written), and whether the body may be entered: not where the step has its outcome already.
 -- Locks: run FOR SHARE, then step. Index: run_pkey, step_pkey.
 WITH r AS MATERIALIZED (
     SELECT no, cancel_at FROM {schema}.run
@@ -13,8 +13,9 @@ s AS (
     INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, started_at)
     SELECT no, %(key)s, %(seq)s, %(kind)s, 'started', %(fingerprint)s, %(failures)s, %(fence)s, {schema}.now() FROM r WHERE cancel_at IS NULL
     ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE
-       SET fence = excluded.fence, failures = excluded.failures, wake_at = NULL WHERE step.state = 'started')
-SELECT cancel_at IS NOT NULL FROM r
+       SET fence = excluded.fence, failures = excluded.failures, wake_at = NULL WHERE step.state = 'started'
+    RETURNING 1)
+SELECT cancel_at IS NOT NULL, EXISTS (SELECT 1 FROM s) FROM r
 
 -- name: mark_started :count
 -- Show a body that has been running for a while. Loses against its commit.

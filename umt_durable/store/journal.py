@@ -42,10 +42,18 @@ class Due:
     seconds: float | None
 
 
-def start(guard: Guard, entry: Entry) -> bool | None:
-    """Record that a body starts and say whether a cancel is pending (then nothing is written); None when fenced."""
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The answer to who asks to enter a body. Neither a cancel nor granted: the step has its outcome already."""
+
+    cancel: bool
+    granted: bool
+
+
+def start(guard: Guard, entry: Entry) -> Started | None:
+    """Record that a body starts, unless a cancel is pending or the step has its outcome; None when fenced."""
     row = sql.maybe(guard.conn, "start_step", **entry.parameters, **guard.key)
-    return None if row is None else bool(row[0])
+    return None if row is None else Started(bool(row[0]), bool(row[1]))
 
 
 def mark_started(guard: Guard, entry: Entry, *, age_seconds: float) -> None:

@@ -10,6 +10,7 @@ from umt_durable import sql
 from umt_durable.database import Connection
 from umt_durable.records import OutboxEntry
 from umt_durable.states import OutboxStatus, RunState
+from umt_durable.store.guard import Guard
 
 
 def claim(conn: Connection, *, relay: UUID, limit: int, hold_seconds: float) -> list[OutboxEntry]:
@@ -27,6 +28,14 @@ def delete(conn: Connection, ids: Sequence[UUID], *, relay: UUID) -> int:
 def delete_claimed(conn: Connection, ids: Sequence[UUID], claims: Sequence[UUID]) -> int:
     """Forget the rows that finished attempts published themselves."""
     return sql.count(conn, "delete_claimed", ids=list(ids), claims=list(claims))
+
+
+def keep_callback(guard: Guard, *, payload: bytes, hold_seconds: float) -> None:
+    """Store the one callback of a run that this guard's transaction has just ended; its finisher publishes it."""
+    hold = timedelta(seconds=hold_seconds)
+    sql.count(
+        guard.conn, "keep_callback", run=guard.token.run, claim=guard.token.claim, payload=payload, hold=hold
+    )
 
 
 def give_back(conn: Connection, ids: Sequence[UUID], *, relay: UUID, delay_seconds: float) -> int:

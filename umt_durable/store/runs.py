@@ -122,6 +122,11 @@ def suspend(
     return row is not None
 
 
+def hand_over(guard: Guard, *, deliver_seconds: float) -> bool:
+    """Make the run ready for another process, with a hint; False when fenced or to be cancelled."""
+    return sql.maybe(guard.conn, "hand_over_run", deliver=timedelta(seconds=deliver_seconds), **guard.key) is not None
+
+
 def retry(guard: Guard, *, delay_seconds: float, error: bytes, summary: str) -> bool:
     """Make the run due again after a failure; False when fenced or a cancel is pending."""
     delay = timedelta(seconds=delay_seconds)
@@ -305,6 +310,11 @@ def bring_versions(conn: Connection, versions: Sequence[str]) -> int:
 def count_ready(conn: Connection) -> list[tuple[str | None, str, int]]:
     """Count, as (queue, task, number), the ready runs whose hints should be with the broker."""
     return [(row[0], row[1], row[2]) for row in sql.many(conn, "count_ready")]
+
+
+def stamped(conn: Connection, *, after: int, limit: int) -> list[tuple[int, str, bytes]]:
+    """List (no, id, envelope) of the next live runs, beyond a given number, whose message carries stamps."""
+    return [(row[0], row[1], bytes(row[2])) for row in sql.many(conn, "stamped_runs", after=after, limit=limit)]
 
 
 def cancelled_claims(conn: Connection, worker: UUID) -> list[tuple[UUID, str | None]]:
