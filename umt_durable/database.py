@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 from psycopg import errors as pg
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.sql import SQL, Identifier
 
 from umt_durable import telemetry
-from umt_durable.errors import ConfigurationError, DatabaseBusyError, DatabaseUnavailableError
+from umt_durable.errors import ConfigurationError, DatabaseBusyError, DatabaseUnavailableError, SchemaError
 from umt_durable.redaction import redact_text
 from umt_durable.settings import Settings, libpq_url
 
@@ -37,6 +38,7 @@ RETRY_SECONDS = 30.0
 
 # A reply was lost, or the server asks for another try. Everything we run may be repeated blindly (I24).
 TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError)
+_NOT_MIGRATED = (pg.InvalidSchemaName, pg.UndefinedTable, pg.UndefinedFunction, pg.UndefinedColumn)
 
 
 class Connection(psycopg.Connection[tuple[Any, ...]]):
@@ -69,6 +71,17 @@ def _impatient(gen: PQGen[RV], seconds: float) -> PQGen[RV]:
     except StopIteration as end:
         answer: RV = end.value
         return answer
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Say whether the server refused what was asked, and will again, though psycopg files the error with outages.
+
+    Of the classes that psycopg makes OperationalErrors these are: a limit of the program (54: a value too large for an
+    index, a statement too deep), a limit somebody configured (53400: temporary files), a wrong use of a function,
+    savepoint or object (2F, 38, 39, 3B, 55000). A full disk, too many connections, a shutdown, a failed log-in pass by.
+    """
+    state = getattr(error, "sqlstate", None) or ""
+    return state[:2] in ("2F", "38", "39", "3B", "54") or state in ("53400", "55000")
 
 
 def after_fork(method: Callable[[], None]) -> None:
@@ -109,7 +122,15 @@ class Database:
         """Return the libpq URL. It may hold a password: never log it."""
         if self._settings.database_url is None:
             raise ConfigurationError("no database is configured: set DURABLE_DATABASE_URL or durable_database_url")
-        return libpq_url(self._settings.database_url)
+        url = libpq_url(self._settings.database_url)
+        try:
+            conninfo_to_dict(url)
+        except psycopg.ProgrammingError as error:
+            reason = redact_text(str(error)).strip()
+            raise ConfigurationError(
+                f"DURABLE_DATABASE_URL (durable_database_url) is no Postgres URL: {reason}"
+            ) from None
+        return url
 
     def connect(self, *, application: str = "umt_durable", patience_seconds: float | None = None) -> Connection:
         """Open a connection outside the pool, for a thread that keeps it.
@@ -147,19 +168,38 @@ class Database:
 
         Units: `seconds` bounds how long an unreachable server is tried.
         Errors: DatabaseUnavailableError when the time is over; the outcome of the last try is then unknown.
-        DatabaseBusyError instead when the last try was stopped by a lock or by its time limit: it had no effect.
+        DatabaseBusyError instead when the last try was stopped by a lock or by its time limit: it had no effect. What
+        the server refuses for good (`is_refusal`, and all that is no OperationalError) is raised at once as it is.
         """
         deadline, pause = time.monotonic() + seconds, 0.02
         while True:
             try:
                 with self.connection() as conn:
                     return work(conn)
+            except _NOT_MIGRATED as error:
+                raise SchemaError(
+                    f"schema {self.schema!r} is missing or not at this code's revision: run `umt-durable migrate`"
+                    " (with -A your.app where the app's own configuration names the database)"
+                ) from error
             except TRANSIENT as error:
+                if is_refusal(error):
+                    raise
                 _note(error)
                 if time.monotonic() + pause > deadline:
-                    raise _given_up(error) from error
+                    raise self._given_up(error) from error
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, 1.0)
+
+    def _given_up(self, error: Exception) -> DatabaseUnavailableError:
+        """Return the error to raise when the time is over; the pool only says that it has no connection, not why."""
+        if isinstance(error, pg.LockNotAvailable | pg.QueryCanceled):
+            return DatabaseBusyError(f"Postgres stopped the statement: {redact_text(str(error))}")
+        if "couldn't get a connection" in str(error):
+            try:
+                self.connect().close()
+            except DatabaseUnavailableError as reason:
+                return reason
+        return DatabaseUnavailableError(f"Postgres did not answer: {redact_text(str(error))}")
 
     def atomically(self, work: Callable[[Connection], T], *, seconds: float = RETRY_SECONDS) -> T:
         """Run work in one short READ COMMITTED transaction, again after a lost reply, lost COMMIT replies included."""
@@ -249,12 +289,6 @@ def _not_of_our_pools(record: logging.LogRecord) -> bool:
     """Keep the pool from telling of each attempt of ours; whoever met the outage tells of it once."""
     about = record.args[0] if isinstance(record.args, tuple) and record.args else None
     return not (about == POOL_NAME or isinstance(about, Connection))
-
-
-def _given_up(error: Exception) -> DatabaseUnavailableError:
-    if isinstance(error, pg.LockNotAvailable | pg.QueryCanceled):
-        return DatabaseBusyError(f"Postgres stopped the statement: {redact_text(str(error))}")
-    return DatabaseUnavailableError(f"Postgres did not answer: {redact_text(str(error))}")
 
 
 def _note(error: Exception) -> None:

@@ -48,6 +48,7 @@ NAMES: Final[tuple[str, ...]] = (
     "intake.insert.a",
     "intake.commit.b",
     "intake.commit.a",
+    "intake.commit.r",
     "intake.ack.b",
     "claim.b",
     "claim.a",

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import psycopg
 from psycopg.pq import TransactionStatus
 
+from umt_durable.database import is_refusal
 from umt_durable.errors import AutocommitError, DefinitionError
 from umt_durable.settings import libpq_url
 
@@ -24,6 +25,7 @@ Binding: TypeAlias = Any
 A SQLAlchemy Engine or sessionmaker, a database URL, or a callable that opens a psycopg Connection.
 """
 
+_ENDED = "the function of a transaction step must not commit or roll back: its result is recorded in that transaction"
 _NAMED = re.compile(r"%\((\w+)\)s")
 
 
@@ -85,13 +87,52 @@ class _SqlalchemyCaller:
         return None if row is None else tuple(row)
 
     def after_commit(self, hook: Callable[[], None]) -> None:
+        if self._kind == "session":
+            _Hooks.of(self._given).add(hook)
+
+
+class _Hooks:
+    """What is to be called after the commit of one Session's transaction; it lives as long as that Session.
+
+    Keeps: one listener for each event and Session, however often something is enqueued with it; none on a class or
+    factory, which other threads' Sessions would share.
+    """
+
+    _KEY = "umt_durable.hooks"
+
+    def __init__(self, session: Any) -> None:
         from sqlalchemy import event
 
-        def committed(*_: object) -> None:
+        self._pending: list[Callable[[], None]] = []
+        event.listen(session, "after_commit", self._committed)
+        event.listen(session, "after_transaction_end", self._ended)
+
+    @classmethod
+    def of(cls, given: Any) -> _Hooks:
+        """Return those of a Session, or of the one that a scoped_session has at this moment."""
+        from sqlalchemy.orm import scoped_session
+
+        session = given() if isinstance(given, scoped_session) else given
+        if cls._KEY not in session.info:
+            session.info[cls._KEY] = cls(session)
+        hooks: _Hooks = session.info[cls._KEY]
+        return hooks
+
+    def add(self, hook: Callable[[], None]) -> None:
+        """Have a hook called once after the commit, however often it is added before."""
+        if hook not in self._pending:
+            self._pending.append(hook)
+
+    def _committed(self, session: Any) -> None:
+        if session.in_nested_transaction():  # a savepoint was released: nothing is committed yet
+            return
+        hooks, self._pending = self._pending, []
+        for hook in hooks:
             hook()
 
-        if self._kind == "session":
-            event.listen(self._given, "after_commit", committed, once=True)
+    def _ended(self, session: Any, transaction: Any) -> None:
+        if transaction.parent is None:  # after a commit nothing is left here
+            self._pending.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +149,11 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class UserTransaction:
-    """An open transaction of a binding: what the user's function gets, and the same for the store."""
+    """An open transaction of a binding: what the user's function gets, and the same for the store.
+
+    `flush` is called after the user's function: what it left unwritten is written then. Errors: DefinitionError when it
+    ended the transaction, which is ours to end (I16).
+    """
 
     handle: Any
     bound: Bound
@@ -119,13 +164,14 @@ class UserTransaction:
 def transaction(binding: Binding, schema: str) -> Iterator[UserTransaction]:
     """Open a transaction on a binding; commit it at the end, roll it back on any exception.
 
+    A commit or rollback inside is refused by psycopg; with SQLAlchemy a commit is refused and a rollback noticed.
     Errors: DefinitionError for something that is no binding, or a SQLAlchemy driver other than psycopg.
     """
     if isinstance(binding, str):
-        with psycopg.connect(libpq_url(binding)) as conn:
+        with psycopg.connect(libpq_url(binding)) as conn, conn.transaction():
             yield _of_psycopg(conn, schema)
     elif _is_sqlalchemy_source(binding):
-        with _open_session(binding) as session, session.begin():
+        with _open_session(binding) as session, session.begin(), _commit_refused(session):
             yield _of_session(session, schema)
     elif callable(binding):
         with binding() as conn:
@@ -142,7 +188,7 @@ def transaction(binding: Binding, schema: str) -> Iterator[UserTransaction]:
 def is_lost(error: BaseException) -> bool:
     """Say whether an exception means that the user's connection broke, so that the fate of its commit is unknown."""
     if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
-        return True
+        return not is_refusal(error)
     if "sqlalchemy" in sys.modules:
         from sqlalchemy import exc
 
@@ -152,11 +198,20 @@ def is_lost(error: BaseException) -> bool:
     return False
 
 
+def _is_over(conn: psycopg.Connection[Any]) -> bool:
+    """Say whether no transaction is open, as after a `COMMIT` that was sent as a statement."""
+    return conn.info.transaction_status is TransactionStatus.IDLE
+
+
 def _of_psycopg(conn: psycopg.Connection[Any], schema: str) -> UserTransaction:
     def run(query: bytes, params: Any) -> Any:
         return conn.cursor(row_factory=psycopg.rows.tuple_row).execute(query, params)
 
-    return UserTransaction(conn, Bound(schema, run), lambda: None)
+    def flush() -> None:
+        if _is_over(conn):
+            raise DefinitionError(_ENDED)
+
+    return UserTransaction(conn, Bound(schema, run), flush)
 
 
 def _of_session(session: Any, schema: str) -> UserTransaction:
@@ -169,7 +224,33 @@ def _of_session(session: Any, schema: str) -> UserTransaction:
     def run(query: bytes, params: Any) -> Any:
         return session.connection().exec_driver_sql(query.decode(), params)
 
-    return UserTransaction(session, Bound(schema, run), session.flush)
+    begun, root = session.get_transaction(), session.connection().get_transaction()
+
+    def flush() -> None:
+        if session.get_transaction() is not begun or not begun.is_active or not root.is_active:
+            raise DefinitionError(_ENDED)
+        session.flush()
+        driver: psycopg.Connection[Any] = session.connection().connection.driver_connection
+        if session.connection().get_transaction() is not root or _is_over(driver):
+            raise DefinitionError(_ENDED)
+
+    return UserTransaction(session, Bound(schema, run), flush)
+
+
+@contextmanager
+def _commit_refused(session: Any) -> Iterator[None]:
+    """Have a Session refuse to commit; a savepoint may be released."""
+    from sqlalchemy import event
+
+    def refuse(session: Any) -> None:
+        if not session.in_nested_transaction():
+            raise DefinitionError(_ENDED)
+
+    event.listen(session, "before_commit", refuse)
+    try:
+        yield
+    finally:
+        event.remove(session, "before_commit", refuse)
 
 
 def _open_session(source: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from umt_durable.errors import ConfigurationError
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 MIN_LEASE_SECONDS = 3.0
+MOST_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,10 @@ class Settings:
     """Whether hints of a shared queue count in the depth gate. Off where ordinary tasks use the same queues."""
 
     def __post_init__(self) -> None:
+        for name in ("lease_seconds", "poll_seconds", "deliver_seconds"):
+            # A comparison with NaN is never true, so it would pass each of the others.
+            if not math.isfinite(getattr(self, name)) or getattr(self, name) > MOST_SECONDS:
+                raise ConfigurationError(f"{name} must be a number up to {MOST_SECONDS:g}, not {getattr(self, name)!r}")
         if self.lease_seconds < MIN_LEASE_SECONDS:
             raise ConfigurationError(
                 f"lease_seconds must be at least {MIN_LEASE_SECONDS:g}, not {self.lease_seconds:g}"
@@ -57,7 +63,7 @@ class Settings:
         if not self.schema or "\0" in self.schema or len(self.schema.encode()) > 63:
             raise ConfigurationError(f"{self.schema!r} is no Postgres schema name (1 to 63 bytes)")
         for name in ("poll_seconds", "deliver_seconds", "max_crashes", "max_publish_attempts", "pool_size"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigurationError(f"{name} must be more than zero, not {getattr(self, name)!r}")
 
     @property
@@ -108,7 +114,7 @@ def _parse(value: Any, kind: Any, source: str) -> Any:
             return int(value)
         if kind is float:
             return float(value)
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ConfigurationError(f"{source}={value!r} is not a valid {kind.__name__}: {error}") from error
     if kind == Literal["after_commit", "transaction", "off"] and value not in ("after_commit", "transaction", "off"):
         raise ConfigurationError(f"{source}={value!r} must be after_commit, transaction or off")

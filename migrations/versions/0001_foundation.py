@@ -22,6 +22,26 @@ CREATE FUNCTION {schema}.event_id(run bigint, gen bigint, type text, ordinal int
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
     AS $$ SELECT encode(substr(sha256(convert_to(
               run || '/' || gen || '/' || type || '/' || ordinal, 'UTF8')), 1, 16), 'hex')::uuid $$;
+
+-- Which transactions a new run has seen the end of. Its own is never among them: a snapshot of Postgres has its own
+-- transaction as over as soon as a later one has ended.
+CREATE FUNCTION {schema}.snapshot() RETURNS pg_snapshot LANGUAGE plpgsql VOLATILE PARALLEL UNSAFE AS $$
+DECLARE
+    seen pg_snapshot := pg_current_snapshot();
+    own  xid8 := pg_current_xact_id();
+BEGIN
+    IF pg_visible_in_snapshot(own, seen) THEN
+        seen := (pg_snapshot_xmin(seen) || ':' || pg_snapshot_xmax(seen) || ':' || (
+            SELECT string_agg(x::text, ',' ORDER BY x) FROM (
+                SELECT pg_snapshot_xip(seen) AS x UNION SELECT own) AS open))::pg_snapshot;
+    END IF;
+    RETURN seen;
+END $$;
+
+-- Whether a fact's transaction ended after a run had been made: by the order of commits, whatever the clocks do (I8,
+-- I25). A number that this server has not reached is of another one, whose rows were restored here: it says nothing.
+CREATE FUNCTION {schema}.ended_after(xid xid8, seen pg_snapshot) RETURNS boolean LANGUAGE sql STABLE PARALLEL SAFE
+    AS $$ SELECT NOT pg_visible_in_snapshot(xid, seen) AND xid < pg_snapshot_xmax(pg_current_snapshot()) $$;
 """
 
 RUN = """
@@ -61,10 +81,13 @@ CREATE TABLE {schema}.run (
     error            bytea,
     created_at       timestamptz NOT NULL DEFAULT {schema}.now(),
     finished_at      timestamptz,
+    snapshot         pg_snapshot NOT NULL DEFAULT {schema}.snapshot(),
     CONSTRAINT run_id_nesting UNIQUE (id, nesting),
     CONSTRAINT run_finished_when_terminal CHECK (
         (finished_at IS NOT NULL) = (state IN ('succeeded', 'failed', 'cancelled'))),
-    CONSTRAINT run_owned_while_running CHECK ((state = 'running') = (claim IS NOT NULL))
+    CONSTRAINT run_owned_while_running CHECK ((state = 'running') = (claim IS NOT NULL)),
+    CONSTRAINT run_due_while_asleep CHECK (state NOT IN ('sleeping', 'retrying') OR wake_at IS NOT NULL),
+    CONSTRAINT run_delivered_while_ready CHECK (state <> 'ready' OR deliver_by IS NOT NULL)
 ) WITH (fillfactor = 70);
 CREATE INDEX run_ready ON {schema}.run (deliver_by, queue) WHERE state = 'ready';
 CREATE INDEX run_due ON {schema}.run (wake_at) WHERE state IN ('sleeping', 'waiting', 'retrying');
@@ -97,7 +120,8 @@ CREATE TABLE {schema}.worker (
     versions      text[] NOT NULL DEFAULT '{}',
     reserved      jsonb NOT NULL DEFAULT '{}',
     counters      jsonb NOT NULL DEFAULT '{}',
-    last_claim_at timestamptz
+    last_claim_at timestamptz,
+    boottime      double precision
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.01);
 """
 
@@ -148,9 +172,11 @@ CREATE TABLE {schema}.fact (
     dedupe    text,
     at        timestamptz NOT NULL DEFAULT {schema}.now(),
     routed_at timestamptz,
+    xid       xid8 NOT NULL DEFAULT pg_current_xact_id(),
     CONSTRAINT fact_dedupe UNIQUE (address, dedupe)
 );
 CREATE INDEX fact_address ON {schema}.fact (address, at);
+CREATE INDEX fact_keyed ON {schema}.fact (address, xid) WHERE address LIKE '["key",%';
 CREATE INDEX fact_unrouted ON {schema}.fact (at) WHERE routed_at IS NULL;
 """
 
@@ -165,6 +191,7 @@ CREATE TABLE {schema}.outbox_event (
                         CONSTRAINT outbox_event_status_known CHECK (status IN ('pending', 'dispatched', 'dead')),
     priority        smallint NOT NULL DEFAULT 0,
     next_attempt_at timestamptz NOT NULL,
+    aged_at         timestamptz,
     claim           uuid,
     attempts        int NOT NULL DEFAULT 0,
     reason          text,
@@ -206,19 +233,20 @@ CREATE FUNCTION {schema}.enqueue_run(
     OUT run text, OUT no bigint, OUT outcome text)
     LANGUAGE plpgsql AS $$
 DECLARE
-    due  timestamptz := coalesce(p_wake_at, {schema}.now() + p_delay);
+    at   timestamptz := {schema}.now();
+    due  timestamptz := coalesce(p_wake_at, at + p_delay);
     hash bytea;
 BEGIN
     run := p_id;
     IF p_key IS NOT NULL THEN
         INSERT INTO {schema}.idempotency_key AS k (task, key, input_hash, run, expires_at)
-            VALUES (p_task, p_key, p_key_hash, p_id, {schema}.now() + p_key_ttl)
+            VALUES (p_task, p_key, p_key_hash, p_id, at + p_key_ttl)
         ON CONFLICT ON CONSTRAINT idempotency_key_pkey DO NOTHING;
         IF NOT FOUND THEN
             -- A key past its time is taken over; only then is a row locked.
             UPDATE {schema}.idempotency_key AS k
-               SET input_hash = p_key_hash, run = p_id, expires_at = {schema}.now() + p_key_ttl
-             WHERE k.task = p_task AND k.key = p_key AND k.expires_at <= {schema}.now();
+               SET input_hash = p_key_hash, run = p_id, expires_at = at + p_key_ttl
+             WHERE k.task = p_task AND k.key = p_key AND k.expires_at <= at;
         END IF;
         IF NOT FOUND THEN
             SELECT k.run, k.input_hash INTO run, hash
@@ -227,12 +255,13 @@ BEGIN
             RETURN;
         END IF;
     END IF;
+    at := {schema}.now();  -- once for all that follows: read twice, a due time in between would be neither
     INSERT INTO {schema}.run AS r (id, nesting, task, version, queue, priority, state, args, codec, digest, envelope,
             wake_at, deliver_by, expires_at, ref, attributes)
         VALUES (p_id, p_nesting, p_task, p_version, p_queue, p_priority,
-            CASE WHEN due > {schema}.now() THEN 'sleeping' ELSE 'ready' END, p_args, p_codec, p_digest, p_envelope,
-            CASE WHEN due > {schema}.now() THEN due END, {schema}.now() + p_deliver,
-            coalesce(p_expires_at, {schema}.now() + p_expires_in), p_ref, p_attributes)
+            CASE WHEN due > at THEN 'sleeping' ELSE 'ready' END, p_args, p_codec, p_digest, p_envelope,
+            CASE WHEN due > at THEN due END, at + p_deliver,
+            coalesce(p_expires_at, at + p_expires_in), p_ref, p_attributes)
         ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING
         RETURNING r.no, r.state INTO no, outcome;
     IF NOT FOUND THEN
@@ -240,29 +269,40 @@ BEGIN
     ELSE
         IF outcome = 'ready' THEN
             INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
-                VALUES ({schema}.event_id(no, 0, 'run', 0), 'run', no, coalesce(p_priority, 0), {schema}.now());
+                VALUES ({schema}.event_id(no, 0, 'run', 0), 'run', no, coalesce(p_priority, 0), at);
         END IF;
         outcome := 'created';
     END IF;
 END $$;
 
+-- The id of the fact: of the earlier one where its dedupe was used at this address before.
+CREATE FUNCTION {schema}.say(p_address text, p_name text, p_payload bytea, p_actor text, p_dedupe text, p_fact uuid)
+    RETURNS uuid LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO {schema}.fact (id, address, name, payload, actor, dedupe)
+        VALUES (p_fact, p_address, p_name, p_payload, p_actor, p_dedupe)
+        ON CONFLICT DO NOTHING;
+    IF FOUND THEN
+        RETURN p_fact;
+    END IF;
+    -- In a statement of its own: the earlier one may have committed after the first began.
+    RETURN coalesce((SELECT id FROM {schema}.fact WHERE address = p_address AND dedupe = p_dedupe), p_fact);
+END $$;
+
 -- Null when there is no such run; 0 rows are raised as an error by the caller, which keeps his transaction usable.
 CREATE FUNCTION {schema}.signal_run(p_run text, p_name text, p_payload bytea, p_actor text, p_dedupe text, p_fact uuid)
-    RETURNS uuid LANGUAGE sql AS $$
-    WITH known AS MATERIALIZED (SELECT DISTINCT id FROM {schema}.run WHERE id = p_run),
-    new AS (
-        INSERT INTO {schema}.fact (id, address, name, payload, actor, dedupe)
-        SELECT p_fact, jsonb_build_array('run', p_run, p_name)::text, p_name, p_payload, p_actor, p_dedupe FROM known
-        ON CONFLICT DO NOTHING RETURNING id)
-    SELECT coalesce((SELECT id FROM new), p_fact) FROM known
-$$;
+    RETURNS uuid LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM FROM {schema}.run WHERE id = p_run LIMIT 1;
+    IF NOT FOUND THEN
+        RETURN NULL;
+    END IF;
+    RETURN {schema}.say(jsonb_build_array('run', p_run, p_name)::text, p_name, p_payload, p_actor, p_dedupe, p_fact);
+END $$;
 
 CREATE FUNCTION {schema}.emit_fact(p_name text, p_key text, p_payload bytea, p_actor text, p_dedupe text, p_fact uuid)
     RETURNS uuid LANGUAGE sql AS $$
-    INSERT INTO {schema}.fact (id, address, name, payload, actor, dedupe)
-    VALUES (p_fact, jsonb_build_array('key', p_name, p_key)::text, p_name, p_payload, p_actor, p_dedupe)
-    ON CONFLICT DO NOTHING;
-    SELECT p_fact
+    SELECT {schema}.say(jsonb_build_array('key', p_name, p_key)::text, p_name, p_payload, p_actor, p_dedupe, p_fact)
 $$;
 """
 

@@ -79,6 +79,22 @@ def ensure(home: Path | None = None, *, durable: bool = True) -> Pair:
     return Pair(postgres.url, valkey.url, valkey.result_url, place.path)
 
 
+def running(home: Path | None = None) -> Pair | None:
+    """Return the pair of a folder if both of its servers run, without becoming a user of it; None when they do not.
+
+    Errors: EmbeddedError when the folder cannot be used.
+    """
+    path = home or default_home()
+    if not path.exists():
+        return None
+    place = Home(path)
+    postgres, valkey = PostgresServer(place), ValkeyServer(place)
+    with place.starting():
+        if not (postgres.answers and valkey.answers):
+            return None
+        return Pair(postgres.url, valkey.url, valkey.result_url, place.path)
+
+
 def down(home: Path | None = None, *, force: bool = False) -> bool:
     """Make both servers of a folder be gone; return whether one of them ran.
 

@@ -60,6 +60,11 @@ class Server(ABC):
         """Return the pid of the running server, or None."""
         return find_server(read_pid(self.data / self.pid_file), self.program, self.data)
 
+    @property
+    def answers(self) -> bool:
+        """Return whether the server can be connected to now."""
+        return self._answers()
+
     def start(self) -> None:
         """Make the server run and answer; nothing happens when it does already.
 

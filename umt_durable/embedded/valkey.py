@@ -101,7 +101,8 @@ class ValkeyServer(Server):
             "pidfile": self.pid_file,
             "save": "",
             "appendonly": "yes" if self.durable else "no",
-            "appendfsync": "everysec",
+            # With everysec the write itself is put off while an fsync is slow, and a kill -9 then loses it.
+            "appendfsync": "always",
             "proc-title-template": "{title} " + str(self.home.path).replace("{", "{{"),
         }
         program = valkey_program(self.home.account)

@@ -73,8 +73,18 @@ class Attempt:
     than PROOF_SECONDS, its age counted from before its statement was sent).
     """
 
-    def __init__(self, database: Database, lease: Lease, grant: Grant, *, sent: float) -> None:
+    def __init__(
+        self,
+        database: Database,
+        lease: Lease,
+        grant: Grant,
+        *,
+        sent: float,
+        is_leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Begin an attempt; `is_leaving` says whether this process shuts down, asked before each step."""
         self.token = grant.token
+        self._is_leaving = is_leaving
         self.signal = Abort()
         self._database = database
         self._lease = lease
@@ -86,6 +96,12 @@ class Attempt:
     def abort(self, reason: str) -> None:
         """Ask the body to stop; called by the thread that renews the lease."""
         self.signal.set(reason)
+
+    def must_stop(self) -> bool:
+        """Say whether the body is to be left at this call of the context."""
+        if not self.signal.is_set() and self._is_leaving():
+            self.signal.set("shutdown")
+        return self.signal.is_set()
 
     def running(self) -> tuple[journal.Entry, float] | None:
         """Return the step whose body is being executed and since when, by `boottime`."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
-from umt_durable import codec, telemetry
+from umt_durable import codec, telemetry, texts
 from umt_durable.database import Connection, Database
 from umt_durable.engine import failures
 from umt_durable.engine.executor import cancel_payload
@@ -57,9 +58,10 @@ class Client:
     def enqueue(self, new: NewRun, *, conn: object = None) -> Enqueued:
         """Insert a run and its hint.
 
-        Errors: IdempotencyConflictError when the key was used with other input; AutocommitError;
-        DatabaseUnavailableError.
+        Errors: IdempotencyConflictError when the key was used with other input; DefinitionError for a name, key, ref or
+        attributes that cannot be stored; AutocommitError; DatabaseUnavailableError.
         """
+        _check_run(new)
         parameters = runs.enqueue_parameters(new, deliver_seconds=self._settings.deliver_seconds)
         point("enqueue.commit.b")
         if conn is None:
@@ -88,9 +90,11 @@ class Client:
         actor: str | None = None,
         dedupe: str | None = None,
     ) -> UUID:
-        """Say a fact to one run and return the fact's id. A second one with the same `dedupe` changes nothing.
+        """Say a fact to one run and return the fact's id. A second one with the same `dedupe` changes nothing and gives
+        the id of the first.
 
-        Errors: UnknownRunError; DefinitionError for a reserved name; EncodingError for a payload that cannot be stored.
+        Errors: UnknownRunError; DefinitionError for a reserved name, or an actor or dedupe that cannot be stored;
+        EncodingError for a payload that cannot be stored.
         """
         check_name(name)
         data = codec.encode(payload, codec.EMPTY, where=f"the payload of signal {name!r}").data
@@ -117,11 +121,15 @@ class Client:
     ) -> UUID:
         """Say a fact under a name and key, for every run that waits for it now or later, and return the fact's id.
 
-        Errors: DefinitionError for a reserved name; EncodingError for a payload that cannot be stored.
+        A second one with the same `dedupe` changes nothing and gives the id of the first.
+        Errors: DefinitionError for a reserved name, or a key, actor or dedupe that cannot be stored; EncodingError for
+        a payload that cannot be stored.
         """
         check_name(name)
-        if not isinstance(key, str) or not key or "\0" in key:
-            raise DefinitionError(f"the key of a fact must be text that is not empty, not {key!r}")
+        if key is None:
+            raise DefinitionError(f"the key of fact {name!r} is missing")
+        for field, value in (("name", name), ("key", key), ("actor", actor), ("dedupe", dedupe)):
+            texts.check(f"{field} of fact {name!r}", value)
         data = codec.encode(payload, codec.EMPTY, where=f"the payload of fact {name!r}").data
         parameters = {"name": name, "key": key, "payload": data, "actor": actor, "dedupe": dedupe, "fact": uuid4()}
         if conn is None:
@@ -154,8 +162,10 @@ class Client:
     ) -> list[Run]:
         """Read a page of runs, the newest first. `before` is the `no` of the last run of the page before.
 
-        Errors: DefinitionError for a limit outside 1 to 1000 or a state that is none.
+        Errors: DefinitionError for a limit outside 1 to 1000, a state that is none, a task or ref that no run can have.
         """
+        texts.check("task", task)
+        texts.check("ref", ref, least=0)
         if not 1 <= limit <= MAX_PAGE:
             raise DefinitionError(f"limit must be from 1 to {MAX_PAGE}, not {limit}")
         try:
@@ -194,6 +204,8 @@ class Client:
     def _say(
         self, run_id: str, name: str, payload: bytes, *, conn: object, actor: str | None, dedupe: str | None
     ) -> UUID:
+        for field, value in (("name", name), ("actor", actor), ("dedupe", dedupe)):
+            texts.check(f"{field} of fact {name!r}", value)
         parameters = {
             "run": _checked(run_id),
             "name": name,
@@ -243,6 +255,14 @@ def new_run_id() -> str:
 
 
 def _checked(run_id: str) -> str:
-    if not isinstance(run_id, str) or not run_id or len(run_id) > 255 or "\0" in run_id:
+    if not isinstance(run_id, str) or not 0 < len(run_id) <= texts.LONGEST or not texts.is_storable(run_id):
         raise UnknownRunError(run_id)
     return run_id
+
+
+def _check_run(new: NewRun) -> None:
+    for field in ("id", "task", "queue", "key", "ref"):
+        label = {"id": "task_id", "key": "idempotency_key"}.get(field, field)
+        texts.check(label, getattr(new, field), least=int(field != "ref"))
+    if new.attributes is not None and "\\u" in new.attributes:
+        texts.check_json("attributes", json.loads(new.attributes))

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -39,7 +39,7 @@ from umt_durable.services.lease import Lease
 from umt_durable.session import Binding
 from umt_durable.settings import Settings
 from umt_durable.states import AttemptOutcome, OutboxType, Reason, RunState
-from umt_durable.store import journal, outbox, runs, waits
+from umt_durable.store import journal, outbox, runs, waits, workers
 from umt_durable.store.guard import Guard
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,11 @@ class Executor:
         settings: Settings,
         tasks: TaskRegistry,
         bindings: Mapping[str, Binding] | None = None,
+        *,
+        is_leaving: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Make the executor of a process; `is_leaving` says whether it shuts down: runs are then handed over."""
+        self._is_leaving = is_leaving
         self._database = database
         self._lease = lease
         self._settings = settings
@@ -132,12 +136,17 @@ class Executor:
         """
         worker = self._lease.ensure()
         sent, grant = self._claim(delivery, worker)
+        if grant is None and not self._database.do(lambda conn: workers.is_live(conn, worker)):
+            # The database's clock has jumped past our lease; the run may be had under another.
+            self._lease.lose()
+            worker = self._lease.ensure()
+            sent, grant = self._claim(delivery, worker)
         if grant is None:
             telemetry.count(telemetry.Counter.DUPLICATE_DELIVERY)
             return Dropped("nothing to claim: the run is being executed, parked or finished")
         point("claim.a")
         telemetry.count(telemetry.Counter.CLAIMED_RUN)
-        attempt = Attempt(self._database, self._lease, grant, sent=sent)
+        attempt = Attempt(self._database, self._lease, grant, sent=sent, is_leaving=self._is_leaving)
         self._lease.hold(attempt, worker)
         try:
             return _Execution(self, delivery, grant, attempt, reporter).run()

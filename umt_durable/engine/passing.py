@@ -104,7 +104,7 @@ class Pass:
             raise self._fatal
         if self.attempt.running() is not None:
             raise DurableError("a step's body cannot call the context's steps: call them from the task's body")
-        if self.attempt.signal.is_set():
+        if self.attempt.must_stop():
             self.leave(exit_for(self.attempt.signal.reason or "shutdown"))
 
     def leave(self, how: Exit) -> NoReturn:

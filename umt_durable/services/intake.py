@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from umt_durable import failpoints, telemetry
 from umt_durable.database import Connection, Database
 from umt_durable.records import NewRun
+from umt_durable.services.transactions import commit
 from umt_durable.settings import Settings
 from umt_durable.store import runs
 
@@ -14,8 +15,8 @@ from umt_durable.store import runs
 def take_in(database: Database, settings: Settings, batch: Sequence[NewRun]) -> None:
     """Commit the runs of a batch of foreign messages in one transaction, once per (id, nesting).
 
-    Errors: DatabaseUnavailableError; psycopg.DataError when a row cannot be stored, and then none of them is. Repeating
-    it is safe.
+    Errors: DatabaseUnavailableError; of these DatabaseBusyError, soon, when an open transaction of somebody's has
+    inserted one of these ids; psycopg.Error when a row cannot be stored. None of them is then. Repeating it is safe.
     """
     ordered = sorted(batch, key=lambda new: (new.id, new.nesting))  # two batches with the same ids never wait in a ring
 
@@ -25,7 +26,4 @@ def take_in(database: Database, settings: Settings, batch: Sequence[NewRun]) -> 
         failpoints.point("intake.insert.a")
         return sum(created)
 
-    failpoints.point("intake.commit.b")
-    created = database.atomically(insert)
-    failpoints.point("intake.commit.a")
-    telemetry.count(telemetry.Counter.FOREIGN_INTAKE, created)
+    telemetry.count(telemetry.Counter.FOREIGN_INTAKE, commit(database, "intake", insert, limited=True))

@@ -84,6 +84,8 @@ class Keeper:
         term, now = self._lease.term, boottime()
         if term is None:
             return SHORTEST_PAUSE
+        if term.bring is not None:
+            return 0.0
         return max(0.0, min(self._renewal_due(term), now + TICK_SECONDS) - now)
 
     def _renewal_due(self, term: Term) -> float:
@@ -100,6 +102,8 @@ class Keeper:
             lease.begin(conn)
         elif term is not None and now >= self._renewal_due(term):
             self._renew(conn, term)
+        if term is not None:
+            lease.bring(conn, term)
         if now >= self._ticked + TICK_SECONDS * 0.9:
             self._ticked = now
             self._tick(conn)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 from uuid import UUID, uuid4
 
-from umt_durable import telemetry
+from umt_durable import native, telemetry
 from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database, after_fork
 from umt_durable.errors import DatabaseUnavailableError
@@ -28,6 +28,8 @@ from umt_durable.store import journal, outbox, runs, workers
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS: Final = 60.0
+BRING_BATCH: Final = 1000
+"""How many ready runs are looked at in one go for a worker that brings their versions."""
 STOP_SECONDS: Final = 5.0
 _FENCE_LOOKS_SECONDS: Final = 1.0
 
@@ -54,13 +56,15 @@ class Term:
     """The lease of one worker id.
 
     Units: boottime; `sent` is from just before the last statement that confirmed the lease, `until` how far it may be
-    relied on. Shape: `base` holds the counts that older ids of this process have written.
+    relied on. Shape: `base` holds the counts that older ids of this process have written; `bring` is the ready run from
+    which on those of its versions are still to be made due.
     """
 
     id: UUID
     sent: float
     until: float
     base: Mapping[str, int]
+    bring: runs.ReadyPlace | None = None
 
 
 class Lease:
@@ -95,13 +99,13 @@ class Lease:
         after_fork(self._begin_anew)
 
     def _begin_anew(self) -> None:
-        self._lock = threading.Lock()  # guards what follows; never held over I/O
+        self._lock = native.lock()  # guards what follows; never held over I/O
         self._registering = threading.Lock()
-        self._fence_wake = threading.Event()
-        self._threads: tuple[threading.Thread, ...] = ()
+        self._fence_wake = native.event()
+        self._threads: tuple[native.Thread, ...] = ()
         self._held: dict[UUID, Held] = {}
         self._touched = boottime()
-        self.wake = threading.Event()
+        self.wake = native.event()
         self.stopping = False
         self.term: Term | None = None
         self.ended: list[UUID] = []
@@ -118,8 +122,8 @@ class Lease:
                 return
             self.stopping = False
             self._threads = (
-                threading.Thread(target=Keeper(self).run, name="umt-durable-lease", daemon=True),
-                threading.Thread(target=self._fence, name="umt-durable-fence", daemon=True),
+                native.daemon(Keeper(self).run, name="umt-durable-lease"),
+                native.daemon(self._fence, name="umt-durable-fence"),
             )
             for thread in self._threads:
                 thread.start()
@@ -131,7 +135,9 @@ class Lease:
         Errors: DatabaseUnavailableError when none could be begun.
         """
         while True:
-            term, self._touched = self.term, boottime()
+            with self._lock:  # or `let_go` ends the lease between the look at it and the note that it is needed
+                self._touched = boottime()
+                term = self.term
             if term is not None and self._touched < term.until:
                 return term.id
             with self._registering:
@@ -266,7 +272,7 @@ class Lease:
     # -- the lease itself -------------------------------------------------------------------------------------------
 
     def _register(self, conn: Connection) -> Term:
-        """Begin a lease under a fresh id, and make runs due that waited for a worker with these versions."""
+        """Begin a lease under a fresh id, and begin to make runs due that waited for a worker with these versions."""
         # A repeat after a lost reply takes another id: the first one's lease may have begun any time ago.
         id, sent = uuid4(), boottime()
         workers.register(
@@ -277,10 +283,19 @@ class Lease:
             host=socket.gethostname(),
             lease_seconds=self.seconds,
             versions=self.versions,
+            boottime=sent,
         )
-        if self.versions:
-            runs.bring_versions(conn, self.versions)
-        return Term(id, sent, self._relied_until(sent), self.stored)
+        term = Term(id, sent, self._relied_until(sent), self.stored, runs.FIRST_READY if self.versions else None)
+        self.bring(conn, term)
+        return term
+
+    def bring(self, conn: Connection, term: Term) -> None:
+        """Make the next runs due that waited for a worker with these versions; the keeper goes on with what is left.
+
+        Found by their state: what a process leaves undone the next one with these versions does.
+        """
+        if term.bring is not None:
+            _, term.bring = runs.bring_versions(conn, self.versions, after=term.bring, limit=BRING_BATCH)
 
     def _relied_until(self, sent: float) -> float:
         return sent + self.seconds * 2 / 3

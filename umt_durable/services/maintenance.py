@@ -17,7 +17,7 @@ from umt_durable.services.takeover import Sweeper
 from umt_durable.services.timers import Timers
 from umt_durable.services.transactions import RETRY_SECONDS
 from umt_durable.settings import Settings
-from umt_durable.store import runs, workers
+from umt_durable.store import outbox, runs, workers
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ MARKER_SECONDS: Final = 10.0
 MARKER_AGAIN_SECONDS: Final = 1.0
 BROKER_AWAY_SECONDS: Final = 2.0
 LEASE_LOOK_SECONDS: Final = 5.0
+AGEING_SECONDS: Final = 10.0
+AGEING_BATCH: Final = 500
 FORGET_SECONDS: Final = 3600.0
 SHORTEST_BACK_OFF, LONGEST_BACK_OFF = 1.0, 60.0
 
@@ -102,6 +104,7 @@ class Maintenance:
             Duty("re-scan", _always, self._router.rescan, every=RESCAN_SECONDS),
             self._marker,
             self._hints,
+            Duty("ageing", lambda due: due.outbox, self._age_events, every=AGEING_SECONDS),
             Duty("old workers", _always, self._forget_workers, every=FORGET_SECONDS),
         ]
 
@@ -174,6 +177,9 @@ class Maintenance:
         counts = self._redispatch.run_once()
         self._hints.next_at = boottime() + (BROKER_AWAY_SECONDS if counts.unavailable else REDISPATCH_SECONDS)
         return counts
+
+    def _age_events(self) -> None:
+        self._database.do(lambda conn: outbox.age(conn, limit=AGEING_BATCH), seconds=RETRY_SECONDS)
 
     def _forget_workers(self) -> None:
         self._database.do(workers.forget, seconds=RETRY_SECONDS)

@@ -20,6 +20,7 @@ from umt_durable.errors import BrokerUnavailableError
 from umt_durable.records import FinishedRun, OutboxEntry, event_id
 from umt_durable.redaction import redact_text
 from umt_durable.services.outage import Outage
+from umt_durable.services.rows import each
 from umt_durable.services.transactions import RETRY_SECONDS
 from umt_durable.settings import Settings
 from umt_durable.states import OutboxStatus, OutboxType, RunState
@@ -145,9 +146,8 @@ class Relay:
         sent = self._send(batch)
         dropped = {entry.id for entry in batch.stale}
         self._delete([*sent.confirmed, *dropped], relay)
-        for entry in entries:
-            if entry.id in sent.refused:
-                self._refuse(entry, sent.refused[entry.id], relay)
+        refused = [entry for entry in entries if entry.id in sent.refused]
+        each("relay", refused, lambda entry: self._refuse(entry, sent.refused[entry.id], relay))
         rest = {entry.id for entry in entries} - sent.confirmed - sent.refused.keys() - dropped - shelved
         self._give_back(rest, relay)
         return RelayCounts(len(entries), len(sent.confirmed), len(sent.refused), len(rest), len(dropped), len(shelved))

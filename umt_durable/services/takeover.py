@@ -145,13 +145,24 @@ class Sweeper:
         return _take_over(self._database, self._settings, candidate, cause)
 
 
-def end_process(database: Database, *, node: UUID, pid: int, settings: Settings, status: int | None = None) -> int:
+def end_process(
+    database: Database,
+    *,
+    node: UUID,
+    pid: int,
+    settings: Settings,
+    status: int | None = None,
+    seen: float | None = None,
+) -> int:
     """End the leases of a process that is known to have ended, and take its runs over; return how many.
 
     Shape: `status` is its exit status, or minus the number of the signal that ended it; None when unknown.
+    Units: `seen` is the `boottime` at which it was seen to have ended, now without it. The system may have given its
+    number to another process since, whose lease this leaves alone: it lives, and its proofs hold (I7).
     Errors: DatabaseUnavailableError; repeating it is safe. A run whose row is locked is left to the sweeper.
     """
-    ended = database.do(lambda conn: workers.end_process(conn, node=node, pid=pid))
+    at = boottime() if seen is None else seen
+    ended = database.do(lambda conn: workers.end_process(conn, node=node, pid=pid, seen=at))
     if not ended:
         return 0
     held = database.do(lambda conn: runs.of_workers(conn, ended))

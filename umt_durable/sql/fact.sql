@@ -1,23 +1,31 @@
 -- The fact: a statement that became true. Inserted by whoever says it, never updated but for `routed_at`.
 
 -- name: signal_run :maybe
--- Say a fact to one run; null when there is no such run. Repeating it with the same id or dedupe changes nothing.
+-- Say a fact to one run; null when there is no such run. Repeating it with the same id or dedupe changes nothing and
+-- gives the id of the first.
 -- Locks: none. Index: run_id_nesting, fact_pkey, fact_dedupe.
 SELECT {schema}.signal_run(%(run)s::text, %(name)s::text, %(payload)s::bytea, %(actor)s::text, %(dedupe)s::text, %(fact)s::uuid)
 
 -- name: emit_fact :one
--- Say a fact under a name and key, for whoever waits for it.
+-- Say a fact under a name and key, for whoever waits for it. Repeating it with the same id or dedupe changes nothing and
+-- gives the id of the first.
 -- Locks: none. Index: fact_pkey, fact_dedupe.
 SELECT {schema}.emit_fact(%(name)s::text, %(key)s::text, %(payload)s::bytea, %(actor)s::text, %(dedupe)s::text, %(fact)s::uuid)
 
 -- name: look_for_fact :maybe
--- Find the fact that satisfies a wait in the given mode, among those at its address.
--- Locks: the address (held). Index: fact_address.
-SELECT f.id
-  FROM {schema}.fact AS f
- WHERE f.address = %(address)s
-   AND (%(of_run)s OR f.at >= (SELECT created_at FROM {schema}.run WHERE no = %(run)s))
- ORDER BY CASE WHEN %(mode)s = 'latest' THEN f.at END DESC, f.at, f.id LIMIT 1
+-- Find the fact that satisfies a wait in the given mode, among those at its address. Of those under a key a run sees what
+-- committed after it had been made, by the order of commits; by the clock as well, for rows restored from another server.
+-- Locks: the address (held). Index: fact_address, fact_keyed.
+WITH r AS MATERIALIZED (SELECT created_at, snapshot FROM {schema}.run WHERE no = %(run)s AND NOT %(of_run)s),
+f AS (
+    SELECT id, at FROM {schema}.fact WHERE %(of_run)s AND address = %(address)s
+    UNION ALL
+    SELECT id, at FROM {schema}.fact WHERE address = %(address)s AND at >= (SELECT created_at FROM r)
+    UNION ALL
+    SELECT id, at FROM {schema}.fact
+     WHERE address = %(address)s AND address LIKE '["key",%%' AND xid >= (SELECT pg_snapshot_xmin(snapshot) FROM r)
+       AND {schema}.ended_after(xid, (SELECT snapshot FROM r)))
+SELECT id FROM f ORDER BY CASE WHEN %(mode)s = 'latest' THEN at END DESC, at, id LIMIT 1
 
 -- name: unrouted_facts :many
 -- List the oldest facts that no router has finished with. Ids are no cursor: late commits are found by state (RG-18).

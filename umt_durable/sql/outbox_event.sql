@@ -22,6 +22,31 @@ SELECT u.id, u.type, u.run, u.ordinal, u.payload, u.attempts, r.id, r.nesting, r
   FROM u LEFT JOIN {schema}.run AS r ON r.no = u.run
  ORDER BY u.priority DESC, u.id
 
+-- name: age_events :count
+-- Raise by one step the priority of rows that have been due, or at their step, for a minute while more urgent ones are
+-- pending: up to `limit` of each priority, the oldest first. However many processes do it, a row rises once a minute.
+-- Locks: outbox_event (ascending, SKIP LOCKED). Index: outbox_event_due, outbox_event_pkey.
+WITH RECURSIVE t AS MATERIALIZED (SELECT {schema}.now() - interval '1 minute' AS at),
+level AS (
+    SELECT max(priority) AS priority FROM {schema}.outbox_event WHERE status = 'pending'
+    UNION ALL
+    SELECT (SELECT max(o.priority) FROM {schema}.outbox_event AS o WHERE o.status = 'pending' AND o.priority < level.priority)
+      FROM level WHERE level.priority IS NOT NULL),
+a AS MATERIALIZED (
+    SELECT due.id
+      FROM t, level,
+           LATERAL (SELECT o.id FROM {schema}.outbox_event AS o
+                     WHERE o.status = 'pending' AND o.priority = level.priority AND o.next_attempt_at <= t.at
+                       AND (o.aged_at IS NULL OR o.aged_at <= t.at)
+                     ORDER BY o.next_attempt_at, o.id LIMIT %(limit)s) AS due
+     WHERE level.priority < (SELECT max(priority) FROM level)),
+c AS MATERIALIZED (
+    SELECT id FROM {schema}.outbox_event
+     WHERE id IN (SELECT id FROM a) AND status = 'pending' AND next_attempt_at <= (SELECT at FROM t)
+       AND (aged_at IS NULL OR aged_at <= (SELECT at FROM t))
+     ORDER BY id FOR UPDATE SKIP LOCKED)
+UPDATE {schema}.outbox_event AS o SET priority = priority + 1, aged_at = {schema}.now() FROM c WHERE o.id = c.id
+
 -- name: delete_events :count
 -- Forget rows that have left, if no one has taken them since.
 -- Locks: outbox_event (ascending: fresh hints after a loss lock the same rows). Index: outbox_event_pkey.

@@ -11,12 +11,14 @@ SELECT run, no, outcome
 
 -- name: intake_run :maybe
 -- Insert the run of a foreign message, once per (id, nesting). The message in hand is its first hint, so none is written.
+-- The clock is read once: read twice, a due time in between would make a sleeping run that is never due.
 -- Locks: none. Index: run_id_nesting.
+WITH t AS MATERIALIZED (SELECT {schema}.now() AS at, %(wake_at)s::timestamptz AS due)
 INSERT INTO {schema}.run (id, nesting, task, queue, priority, state, args, codec, digest, envelope, wake_at, deliver_by, expires_at)
-VALUES (%(id)s, %(nesting)s, %(task)s, %(queue)s, %(priority)s,
-        CASE WHEN %(wake_at)s::timestamptz > {schema}.now() THEN 'sleeping' ELSE 'ready' END, %(args)s, %(codec)s, %(digest)s, %(envelope)s,
-        CASE WHEN %(wake_at)s::timestamptz > {schema}.now() THEN %(wake_at)s::timestamptz END,
-        {schema}.now() + %(deliver)s::interval, %(expires_at)s)
+SELECT %(id)s::text, %(nesting)s::int, %(task)s::text, %(queue)s::text, %(priority)s::int,
+       CASE WHEN due > at THEN 'sleeping' ELSE 'ready' END, %(args)s::bytea, %(codec)s::int, %(digest)s::bytea, %(envelope)s::bytea,
+       CASE WHEN due > at THEN due END, at + %(deliver)s::interval, %(expires_at)s::timestamptz
+  FROM t
 ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING
 RETURNING no
 
@@ -60,7 +62,7 @@ SELECT cancel_at IS NOT NULL
 
 -- name: suspend_run :maybe
 -- End the grant with the run parked until the earliest of the steps and waits it is blocked on, and of the next poll
--- (none: until a fact).
+-- (none: until a fact). A run that is to sleep for something which is over meanwhile is due at once.
 -- Refuses, with no row, when the grant has ended or a cancel is pending.
 -- Locks: run, then attempt. Index: run_pkey, step_pkey, wait_pkey.
 WITH r AS MATERIALIZED (
@@ -74,8 +76,9 @@ due AS (
             SELECT deadline FROM {schema}.wait WHERE run = %(run)s AND key = ANY(%(waits)s) AND state = 'pending') AS open),
 u AS (
     UPDATE {schema}.run
-       SET state = %(state)s, wake_at = least(due.at, {schema}.now() + %(poll)s::interval), fence = run.fence + 1, claim = NULL,
-           worker = NULL, crashes = 0, attempt_deadline = NULL
+       SET state = %(state)s,
+           wake_at = coalesce(least(due.at, {schema}.now() + %(poll)s::interval), CASE WHEN %(state)s <> 'waiting' THEN {schema}.now() END),
+           fence = run.fence + 1, claim = NULL, worker = NULL, crashes = 0, attempt_deadline = NULL
       FROM r, due WHERE run.no = r.no
     RETURNING run.no, run.wake_at)
 UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'suspended'
@@ -428,15 +431,24 @@ c AS MATERIALIZED (
 UPDATE {schema}.run SET redelivers = greatest(redelivers, 1) FROM c WHERE run.no = c.no
 RETURNING run.no
 
--- name: bring_versions :count
--- A starting worker makes the ready runs of what it brings due for delivery at once.
+-- name: bring_versions :one
+-- A starting worker makes ready runs of what it brings due for delivery at once: those among the next `limit` ready runs
+-- after a place. The reply is the place of the last one looked at (null: there are no more), and how many were brought.
 -- Locks: run (SKIP LOCKED). Index: run_ready.
-WITH c AS MATERIALIZED (
+WITH s AS MATERIALIZED (
+    SELECT no, deliver_by, redelivers > 0 AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) = ANY(%(versions)s) AS brought
+      FROM {schema}.run
+     WHERE state = 'ready' AND deliver_by > (SELECT {schema}.now()) AND (deliver_by, no) > (%(after)s, %(after_no)s)
+     ORDER BY deliver_by, no LIMIT %(limit)s),
+c AS MATERIALIZED (
     SELECT no FROM {schema}.run
-     WHERE state = 'ready' AND redelivers > 0 AND deliver_by > {schema}.now()
-       AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) = ANY(%(versions)s)
-       FOR UPDATE SKIP LOCKED)
-UPDATE {schema}.run SET deliver_by = {schema}.now(), redelivers = 0 FROM c WHERE run.no = c.no
+     WHERE no IN (SELECT no FROM s WHERE brought) AND state = 'ready'
+       FOR UPDATE SKIP LOCKED),
+u AS (
+    UPDATE {schema}.run SET deliver_by = {schema}.now(), redelivers = 0 FROM c WHERE run.no = c.no
+    RETURNING 1)
+SELECT last.deliver_by, last.no, (SELECT count(*) FROM s), (SELECT count(*) FROM u)
+  FROM (SELECT 1) AS one LEFT JOIN (SELECT deliver_by, no FROM s ORDER BY deliver_by DESC, no DESC LIMIT 1) AS last ON true
 
 -- name: count_ready :many
 -- Count, by queue and task, the ready runs whose hints should be with the broker: claimable, of a version that a live

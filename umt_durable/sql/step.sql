@@ -70,17 +70,18 @@ s AS (
 SELECT r.cancel_at IS NOT NULL, extract(epoch FROM s.wake_at - {schema}.now())::float8 FROM r LEFT JOIN s ON true
 
 -- name: end_sleep :maybe
--- Record that a sleep is over, if it is by the database clock.
+-- Record that a sleep is over, if it is by the database clock, which is read once: the reply and the row say the same.
 -- Locks: run FOR SHARE, then step. Index: run_pkey, step_pkey.
 WITH r AS MATERIALIZED (
     SELECT no, cancel_at FROM {schema}.run
      WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
        FOR SHARE),
+t AS MATERIALIZED (SELECT no, cancel_at, {schema}.now() AS at FROM r),
 s AS (
-    UPDATE {schema}.step SET state = 'done', fence = %(fence)s, finished_at = {schema}.now()
-      FROM r WHERE step.run = r.no AND step.key = %(key)s AND step.state = 'started' AND step.wake_at <= {schema}.now())
-SELECT r.cancel_at IS NOT NULL, extract(epoch FROM step.wake_at - {schema}.now())::float8
-  FROM r JOIN {schema}.step ON step.run = r.no AND step.key = %(key)s
+    UPDATE {schema}.step SET state = 'done', fence = %(fence)s, finished_at = t.at
+      FROM t WHERE step.run = t.no AND step.key = %(key)s AND step.state = 'started' AND step.wake_at <= t.at)
+SELECT t.cancel_at IS NOT NULL, extract(epoch FROM step.wake_at - t.at)::float8
+  FROM t JOIN {schema}.step ON step.run = t.no AND step.key = %(key)s
 
 -- name: record_try :maybe
 -- Record a failed try of a step that will be tried again, and when. The reply: cancel pending, seconds until then.

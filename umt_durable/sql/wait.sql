@@ -51,12 +51,12 @@ RETURNING key
 
 -- name: pending_waits :many
 -- List the pending waits at a fact's address that it satisfies, in the order of their runs. A fact said under a key is seen
--- by runs that were there already.
+-- by runs that were there when it committed; see look_for_fact.
 -- Locks: none (the address is held). Index: wait_pending, run_pkey, fact_pkey.
 SELECT w.run, w.key
   FROM {schema}.wait AS w JOIN {schema}.run AS r ON r.no = w.run JOIN {schema}.fact AS f ON f.id = %(fact)s
  WHERE w.address = f.address AND w.state = 'pending' AND r.finished_at IS NULL
-   AND (f.address LIKE '["run",%%' OR f.at >= r.created_at)
+   AND (f.address LIKE '["run",%%' OR f.at >= r.created_at OR {schema}.ended_after(f.xid, r.snapshot))
    AND (w.run, w.key) > (%(after_run)s, %(after_key)s)
  ORDER BY w.run, w.key LIMIT %(limit)s
 
@@ -76,17 +76,21 @@ SELECT w.key, w.seq, w.name, w.address, w.mode, w.deadline, w.state, w.fact, coa
 -- name: missed_waits :many
 -- Of the next `limit` pending waits, list those that a routed fact already satisfies: each would be a lost wake-up (RG-9).
 -- The last of them is listed in any case, as the place to go on from.
--- Locks: none. Index: wait_pending, fact_address.
-WITH w AS MATERIALIZED (
+-- Locks: none. Index: wait_pending, fact_address, fact_keyed.
+WITH t AS MATERIALIZED (SELECT {schema}.now() - interval '1 second' AS at),
+w AS MATERIALIZED (
     SELECT address, run, key, row_number() OVER (ORDER BY address, run, key) AS n
       FROM {schema}.wait
      WHERE state = 'pending' AND address >= %(address)s AND (address, run, key) > (%(address)s, %(run)s, %(key)s)
      ORDER BY address, run, key LIMIT %(limit)s),
 m AS (
     SELECT w.address, w.run, w.key, w.n,
-           EXISTS (SELECT 1 FROM {schema}.fact AS f, {schema}.run AS r
-                    WHERE r.no = w.run AND r.finished_at IS NULL AND f.address = w.address
-                      AND f.routed_at < {schema}.now() - interval '1 second'
-                      AND (w.address LIKE '["run",%%' OR f.at >= r.created_at)) AS missed
-      FROM w)
-SELECT address, run, key, missed, (SELECT count(*) FROM w) FROM m WHERE missed OR n = (SELECT max(n) FROM w) ORDER BY n
+           r.finished_at IS NULL AND (
+               EXISTS (SELECT 1 FROM {schema}.fact AS f, t
+                        WHERE f.address = w.address AND f.routed_at < t.at
+                          AND f.at >= CASE WHEN w.address LIKE '["run",%%' THEN '-infinity' ELSE r.created_at END)
+               OR EXISTS (SELECT 1 FROM {schema}.fact AS f, t
+                           WHERE f.address = w.address AND f.address LIKE '["key",%%' AND f.routed_at < t.at
+                             AND f.xid >= pg_snapshot_xmin(r.snapshot) AND {schema}.ended_after(f.xid, r.snapshot))) AS missed
+      FROM w JOIN {schema}.run AS r ON r.no = w.run)
+SELECT address, run, key, missed, (SELECT count(*) FROM w) FROM m WHERE missed OR n = (SELECT max(n) FROM m) ORDER BY n

@@ -3,8 +3,8 @@
 -- name: register_worker :count
 -- Begin a lease under a fresh id. Repeating it changes nothing.
 -- Locks: none. Index: worker_pkey.
-INSERT INTO {schema}.worker (id, node, pid, host, lease_until, versions)
-VALUES (%(id)s, %(node)s, %(pid)s, %(host)s, {schema}.now() + %(lease)s::interval, %(versions)s)
+INSERT INTO {schema}.worker (id, node, pid, host, lease_until, versions, boottime)
+VALUES (%(id)s, %(node)s, %(pid)s, %(host)s, {schema}.now() + %(lease)s::interval, %(versions)s, %(boottime)s)
 ON CONFLICT ON CONSTRAINT worker_pkey DO NOTHING
 
 -- name: renew_lease :count
@@ -15,15 +15,23 @@ UPDATE {schema}.worker
        last_claim_at = CASE WHEN %(claimed)s THEN {schema}.now() ELSE last_claim_at END
  WHERE id = %(id)s AND lease_until > {schema}.now()
 
+-- name: worker_is_live :one
+-- Say whether the database holds a lease as live, whatever its process believes.
+-- Locks: none. Index: worker_pkey.
+SELECT EXISTS (SELECT 1 FROM {schema}.worker WHERE id = %(id)s AND lease_until > {schema}.now())
+
 -- name: end_lease :count
 -- Give a lease up at once.
 -- Locks: worker. Index: worker_pkey.
 UPDATE {schema}.worker SET lease_until = '-infinity', counters = coalesce(%(counters)s::text::jsonb, counters) WHERE id = %(id)s AND lease_until > '-infinity'
 
 -- name: end_leases_of_process :many
--- End the leases of a process that is known to have ended.
+-- End the leases of a process that was seen to have ended at a moment of its machine's running time. What began later
+-- is another process to which the system has given the same number.
 -- Locks: worker. Index: none (a small table).
-UPDATE {schema}.worker SET lease_until = '-infinity' WHERE node = %(node)s AND pid = %(pid)s RETURNING id
+UPDATE {schema}.worker SET lease_until = '-infinity' 
+ WHERE node = %(node)s AND pid = %(pid)s AND (boottime IS NULL OR boottime <= %(seen)s)
+RETURNING id
 
 -- name: next_lease_end :one
 -- Say in how many seconds the first lease that holds a run ends.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from uuid import UUID
 
-from umt_durable import sql
+from umt_durable import sql, texts
 from umt_durable.database import Connection
 from umt_durable.records import OutboxEntry
 from umt_durable.states import OutboxStatus, RunState
@@ -18,6 +18,14 @@ def claim(conn: Connection, *, relay: UUID, limit: int, hold_seconds: float) -> 
     hold = timedelta(seconds=hold_seconds)
     rows = sql.many(conn, "claim_events", relay=relay, limit=limit, hold=hold)
     return [OutboxEntry(*sql.typed(row, 12, RunState)) for row in rows]
+
+
+def age(conn: Connection, *, limit: int) -> int:
+    """Raise the priority of rows that more urgent ones keep waiting, by one a minute; return how many rose.
+
+    Shape: at most `limit` of each priority, the oldest first.
+    """
+    return sql.count(conn, "age_events", limit=limit)
 
 
 def delete(conn: Connection, ids: Sequence[UUID], *, relay: UUID) -> int:
@@ -33,9 +41,7 @@ def delete_claimed(conn: Connection, ids: Sequence[UUID], claims: Sequence[UUID]
 def keep_callback(guard: Guard, *, payload: bytes, hold_seconds: float) -> None:
     """Store the one callback of a run that this guard's transaction has just ended; its finisher publishes it."""
     hold = timedelta(seconds=hold_seconds)
-    sql.count(
-        guard.conn, "keep_callback", run=guard.token.run, claim=guard.token.claim, payload=payload, hold=hold
-    )
+    sql.count(guard.conn, "keep_callback", run=guard.token.run, claim=guard.token.claim, payload=payload, hold=hold)
 
 
 def give_back(conn: Connection, ids: Sequence[UUID], *, relay: UUID, delay_seconds: float) -> int:
@@ -46,13 +52,16 @@ def give_back(conn: Connection, ids: Sequence[UUID], *, relay: UUID, delay_secon
 def refuse(
     conn: Connection, id: UUID, *, relay: UUID, reason: str, delay_seconds: float, max_attempts: int
 ) -> OutboxStatus | None:
-    """Put a refused row back for later, or aside as dead; None when someone else has it."""
+    """Put a refused row back for later, or aside as dead; None when someone else has it.
+
+    Shape: `reason` may be any text; what Postgres cannot store of it is replaced.
+    """
     row = sql.maybe(
         conn,
         "refuse_event",
         id=id,
         relay=relay,
-        reason=reason,
+        reason=texts.storable(reason),
         delay=timedelta(seconds=delay_seconds),
         max_attempts=max_attempts,
     )

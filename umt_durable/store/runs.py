@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any, TypeAlias
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, TypeAlias
 from uuid import UUID
 
-from umt_durable import sql
+from umt_durable import sql, texts
 from umt_durable.database import Connection
 from umt_durable.records import Enqueued, FinishedRun, Grant, LockedRun, NewRun, Run, RunNo, RunOwner, Token
 from umt_durable.states import Reason, RunState
@@ -130,12 +130,17 @@ def hand_over(guard: Guard, *, deliver_seconds: float) -> bool:
 def retry(guard: Guard, *, delay_seconds: float, error: bytes, summary: str) -> bool:
     """Make the run due again after a failure; False when fenced or a cancel is pending."""
     delay = timedelta(seconds=delay_seconds)
-    return sql.maybe(guard.conn, "retry_run", delay=delay, error=error, summary=summary, **guard.key) is not None
+    return (
+        sql.maybe(guard.conn, "retry_run", delay=delay, error=error, summary=texts.storable(summary), **guard.key)
+        is not None
+    )
 
 
 def quarantine(guard: Guard, *, reason: Reason, error: bytes, summary: str) -> bool:
     """Park the run for a person; False when fenced or a cancel is pending."""
-    row = sql.maybe(guard.conn, "quarantine_run", reason=reason, error=error, summary=summary, **guard.key)
+    row = sql.maybe(
+        guard.conn, "quarantine_run", reason=reason, error=error, summary=texts.storable(summary), **guard.key
+    )
     return row is not None
 
 
@@ -161,7 +166,7 @@ def finish(
         state=state,
         result=result,
         error=error,
-        summary=summary,
+        summary=texts.storable(summary),
         report=report,
         callbacks=callbacks,
         hold=timedelta(seconds=hold_seconds),
@@ -183,12 +188,12 @@ def lock(conn: Connection, run: int) -> LockedRun | None:
 def cancel_parked(conn: Connection, run: int, *, reason: str | None, repair_seconds: float) -> bool:
     """Finalise a locked run that nobody owns."""
     repair = timedelta(seconds=repair_seconds)
-    return sql.maybe(conn, "cancel_parked_run", run=run, reason=reason, repair=repair) is not None
+    return sql.maybe(conn, "cancel_parked_run", run=run, reason=texts.storable(reason), repair=repair) is not None
 
 
 def flag_cancel(conn: Connection, run: int, *, reason: str | None) -> bool:
     """Ask the owner of a locked, running run to stop."""
-    return sql.maybe(conn, "flag_cancel", run=run, reason=reason) is not None
+    return sql.maybe(conn, "flag_cancel", run=run, reason=texts.storable(reason)) is not None
 
 
 def wake(conn: Connection, run: int, *, deliver_seconds: float) -> bool:
@@ -265,7 +270,7 @@ def take_over(
         delay=timedelta(seconds=delay_seconds),
         deliver=timedelta(seconds=deliver_seconds),
         budget=budget,
-        why=why,
+        why=texts.storable(why),
         error=error,
     )
     return None if row is None else (bool(row[1]), RunState(row[2]))
@@ -302,9 +307,21 @@ def shelve(conn: Connection, runs: Sequence[int]) -> set[int]:
     return {row[0] for row in sql.many(conn, "shelve_runs", runs=list(runs))}
 
 
-def bring_versions(conn: Connection, versions: Sequence[str]) -> int:
-    """Make ready runs that waited for these versions due for delivery at once; return how many."""
-    return sql.count(conn, "bring_versions", versions=list(versions))
+ReadyPlace: TypeAlias = tuple[datetime, int]  # deliver_by and number of a ready run
+FIRST_READY: Final[ReadyPlace] = (datetime.min.replace(tzinfo=UTC), 0)
+
+
+def bring_versions(
+    conn: Connection, versions: Sequence[str], *, after: ReadyPlace = FIRST_READY, limit: int
+) -> tuple[int, ReadyPlace | None]:
+    """Make ready runs that waited for these versions due for delivery at once, among the next ones after a place.
+
+    Shape: (how many, where to go on; None when that was the last of them).
+    """
+    names = list(versions)
+    row = sql.one(conn, "bring_versions", versions=names, after=after[0], after_no=after[1], limit=limit)
+    deliver_by, no, looked_at, brought = row
+    return brought, (deliver_by, no) if looked_at == limit else None
 
 
 def count_ready(conn: Connection) -> list[tuple[str | None, str, int]]:

@@ -13,11 +13,31 @@ from umt_durable.records import WorkerRecord
 
 
 def register(
-    conn: Connection, *, id: UUID, node: UUID, pid: int, host: str, lease_seconds: float, versions: Sequence[str]
+    conn: Connection,
+    *,
+    id: UUID,
+    node: UUID,
+    pid: int,
+    host: str,
+    lease_seconds: float,
+    versions: Sequence[str],
+    boottime: float | None = None,
 ) -> None:
-    """Begin a lease under a fresh id."""
-    lease = timedelta(seconds=lease_seconds)
-    sql.count(conn, "register_worker", id=id, node=node, pid=pid, host=host, lease=lease, versions=list(versions))
+    """Begin a lease under a fresh id.
+
+    Units: `boottime` is the running time of the process's machine, in seconds (`clock.boottime`).
+    """
+    sql.count(
+        conn,
+        "register_worker",
+        id=id,
+        node=node,
+        pid=pid,
+        host=host,
+        lease=timedelta(seconds=lease_seconds),
+        versions=list(versions),
+        boottime=boottime,
+    )
 
 
 def renew(
@@ -42,14 +62,23 @@ def renew(
     return rows == 1
 
 
+def is_live(conn: Connection, id: UUID) -> bool:
+    """Say whether the database holds a lease as live, whatever its process believes."""
+    return bool(sql.one(conn, "worker_is_live", id=id)[0])
+
+
 def end(conn: Connection, id: UUID, *, counters: Mapping[str, int] | None = None) -> None:
     """Give a lease up at once."""
     sql.count(conn, "end_lease", id=id, counters=None if counters is None else json.dumps(dict(counters)))
 
 
-def end_process(conn: Connection, *, node: UUID, pid: int) -> list[UUID]:
-    """End the leases of a process that is known to have ended; return the workers it was."""
-    return [row[0] for row in sql.many(conn, "end_leases_of_process", node=node, pid=pid)]
+def end_process(conn: Connection, *, node: UUID, pid: int, seen: float) -> list[UUID]:
+    """End the leases of a process that is known to have ended; return the workers it was.
+
+    Units: `seen` is the running time of its machine at which it was seen to have ended; a worker that began later is
+    another process with the same number.
+    """
+    return [row[0] for row in sql.many(conn, "end_leases_of_process", node=node, pid=pid, seen=seen)]
 
 
 def next_end(conn: Connection) -> float | None:
