@@ -2,8 +2,10 @@
 
 worker made      fit_worker: pool and settings fit, node id in the environment, schema fits (before any child forks)
 pool started     lease, incidents, intake, then relay and maintenance; one line says what runs where
-warm shutdown    consuming ends, the pool is joined, and only then, on `worker_shutdown`, the services end in
-                 reverse: a running task keeps its lease, and a child lost in that time is still reported
+warm shutdown    bodies leave at their next call of the context and their runs are handed over; consuming ends, the
+                 pool is joined, and only then, on `worker_shutdown`, the services end in reverse: a running task
+                 keeps its lease, and a child lost in that time is still reported
+soft shutdown    the same for as long as it may take, then as a cold one
 cold shutdown    Celery sends no `worker_shutdown` then; the services end when the step is terminated
 """
 
@@ -19,10 +21,12 @@ from celery import bootsteps, signals
 from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 
+from umt_durable.bridge import leaving
 from umt_durable.bridge.broker_repairs import repair_redis_channel
 from umt_durable.bridge.children import ChildWatch
 from umt_durable.bridge.intake import INTAKE, Intake
 from umt_durable.bridge.request import DurableRequest
+from umt_durable.bridge.revoke import speak_as, take_over_panel
 from umt_durable.bridge.runtime import NODE_VARIABLE, DurableRuntime, Service, runtime_of
 from umt_durable.bridge.unknown import UnknownMessages
 from umt_durable.errors import ConfigurationError, DatabaseUnavailableError
@@ -53,6 +57,9 @@ class FitStep(bootsteps.Step):
         repair_redis_channel()
         pin_prefetch(worker)
         runtime.node = announce_node()
+        leaving.announce(runtime.node)
+        take_over_panel()
+        speak_as(worker.hostname)
         try:
             runtime.check_schema()
         except (ConfigurationError, DatabaseUnavailableError) as error:
@@ -76,11 +83,14 @@ class ServicesStep(bootsteps.StartStopStep):
     def __init__(self, worker: Any, **options: Any) -> None:
         super().__init__(worker, **options)
         self._running: list[Service] = []
+        self._hostname = worker.hostname
+        _leave_before_soft_shutdown(worker)
 
     def start(self, worker: Any) -> None:
         """Start the services and say in one line what runs where."""
         runtime = runtime_of(worker.app)
         signals.worker_shutdown.connect(self._on_worker_shutdown, sender=worker)
+        signals.worker_shutting_down.connect(self._on_shutting_down, sender=self._hostname)
         for service in _services(runtime, getattr(worker, INTAKE)):
             service.start()
             self._running.append(service)
@@ -103,10 +113,14 @@ class ServicesStep(bootsteps.StartStopStep):
         intake: Intake = getattr(worker, INTAKE)
         return {"umt_durable": {"node": runtime_of(worker.app).node.hex, "intake_waiting": intake.waiting}}
 
+    def _on_shutting_down(self, **_: Any) -> None:
+        leaving.leave()
+
     def _on_worker_shutdown(self, **_: Any) -> None:
         self._end()
 
     def _end(self) -> None:
+        leaving.forget()
         while self._running:
             service = self._running.pop()
             try:
@@ -179,6 +193,17 @@ def warnings_for(worker: Any) -> list[str]:
     if is_gevent(worker.pool_cls):
         found.append("gevent: a body that blocks its thread blocks every other task, and time limits do not stop it")
     return found
+
+
+def _leave_before_soft_shutdown(worker: Any) -> None:
+    """Have a worker say that it leaves before it waits for its tasks: Celery sends its signal only after that wait."""
+    stock = worker.wait_for_soft_shutdown
+
+    def wait() -> None:
+        leaving.leave()
+        stock()
+
+    worker.wait_for_soft_shutdown = wait
 
 
 def _services(runtime: DurableRuntime, intake: Intake) -> list[Service]:

@@ -1,4 +1,4 @@
-"""What follows a run: links, the next chain member, errbacks.
+"""What follows a run: links, the next chain member, errbacks, a replacement; and what a cancel ends beside it.
 
 Each leaves once per row of the outbox, under an id that is derived from the run, so that a durable callback makes one
 run however often it is published (I13).
@@ -7,19 +7,27 @@ run however often it is published (I13).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID, uuid5
 
+from celery import states as celery_states
 from celery.app.task import Context
-from celery.canvas import Signature, maybe_signature
+from celery.canvas import maybe_signature
+from celery.exceptions import TaskRevokedError
+from kombu.utils import json as kombu_json
 
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.engine.context import NAMESPACE
+from umt_durable.errors import EncodingError
 from umt_durable.states import RunState
 
 if TYPE_CHECKING:
     from celery import Celery
+
+_dumps: Final[Callable[[Any], str]] = kombu_json.dumps
+_loads: Final[Callable[[bytes], Any]] = kombu_json.loads
 
 
 def count(envelope: Envelope, state: RunState) -> int:
@@ -46,22 +54,58 @@ def dispatch(
     if error is not None:
         errback = _derived(envelope.errbacks[ordinal], request, "errback", ordinal)
         one = Context({**request.__dict__, "errbacks": [errback]})
-        app.backend._call_task_errbacks(one, error, None)
+        app.backend._call_task_errbacks(one, error, "".join(traceback.format_exception(error)))
         return
-    family = {"parent_id": request.id, "root_id": request.root_id or request.id}
     if ordinal < len(envelope.callbacks):
         link = _derived(envelope.callbacks[ordinal], request, "link", ordinal)
-        maybe_signature(link, app=app).apply_async((value,), **family)
+        maybe_signature(link, app=app).apply_async((value,), **_family(app, request))
         return
     following = _derived(envelope.chain[-1], request, "chain", ordinal)
-    maybe_signature(following, app=app).apply_async((value,), chain=list(envelope.chain[:-1]), **family)
+    maybe_signature(following, app=app).apply_async((value,), chain=list(envelope.chain[:-1]), **_family(app, request))
 
 
-def _derived(signature: Mapping[str, Any], request: Context, kind: str, ordinal: int) -> Signature:
+def stored(signature: Mapping[str, Any]) -> bytes:
+    """Return a signature as the outbox keeps it.
+
+    Errors: EncodingError for one that JSON cannot hold.
+    """
+    try:
+        return _dumps(dict(signature)).encode()
+    except Exception as error:
+        raise EncodingError("the signature of a replacement", "$", str(error)[:200]) from error
+
+
+def dispatch_stored(app: Celery, request: Context, payload: bytes) -> None:
+    """Publish the signature that takes a run's place. All its parts have ids, so that a repeat makes no second run.
+
+    Errors: whatever publishing raises; the outbox row then stays.
+    """
+    maybe_signature(_loads(payload), app=app).apply_async(**_family(app, request))
+
+
+def revoke(backend: Any, request: Context, reason: str, *, store_result: bool) -> None:
+    """Store that a run was cancelled; its part of a chord fails, and so do the later members of its chain.
+
+    Celery itself leaves these pending for ever.
+    """
+    backend.mark_as_revoked(request.id, reason, request=request, store_result=store_result)
+    if request.chain:
+        error = TaskRevokedError(f"{request.id} before it in the chain: {reason}")
+        backend._fail_chain(request.chain, error, None, store_result=store_result, state=celery_states.REVOKED)
+
+
+def _family(app: Celery, request: Context) -> dict[str, Any]:
+    family: dict[str, Any] = {"parent_id": request.id, "root_id": request.root_id or request.id}
+    if app.conf.task_inherit_parent_priority:
+        family["priority"] = (request.delivery_info or {}).get("priority")
+    return family
+
+
+def _derived(signature: Mapping[str, Any], request: Context, kind: str, ordinal: int) -> dict[str, Any]:
     """Return a signature whose parts without an id have one that is derived from the run and their place."""
-    copy: dict[str, Any] = json.loads(json.dumps(signature)) if _is_plain(signature) else dict(signature)
+    copy: dict[str, Any] = _loads(_dumps(dict(signature)).encode()) if _is_plain(signature) else dict(signature)
     _name(copy, [kind, request.id, request.replaced_task_nesting or 0, ordinal])
-    return Signature(copy)
+    return copy
 
 
 def _name(signature: dict[str, Any], place: Sequence[object]) -> None:
@@ -87,7 +131,7 @@ def derive(place: Sequence[object]) -> UUID:
 
 def _is_plain(signature: Mapping[str, Any]) -> bool:
     try:
-        json.dumps(signature)
-    except TypeError:
+        _dumps(dict(signature))
+    except Exception:  # noqa: BLE001 - whatever its values make of that: it is then used as it is
         return False
     return True

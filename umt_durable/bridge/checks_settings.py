@@ -12,7 +12,7 @@ from umt_durable.settings import Settings
 
 CODE: Final = {"pickle", "yaml", "application/x-python-serialize", "application/x-yaml"}
 DAY: Final = 86400.0
-VISIBILITY_DEFAULT: Final = 3600.0
+SHORTEST_VISIBILITY: Final = 60.0
 
 
 def celery_settings(conf: Any, settings: Settings, *, longest_parked: float | None) -> Findings:
@@ -94,12 +94,16 @@ def _expiry(conf: Any, longest_parked: float | None) -> Findings:
     chords = _seconds(conf.result_chord_expires) if conf.result_chord_expires is not None else results
     for name, kept, cost in (
         ("result_chord_expires", chords, "a chord with a member that takes longer never runs its body"),
-        ("result_expires", results, "what Celery shows of a run that sleeps longer is PENDING until the run ends"),
+        (
+            "result_expires",
+            results,
+            "what Celery keeps of a run is gone before the run ends",
+        ),
     ):
         if kept is None:
             continue
         if longest_parked is not None and longest_parked > kept:
-            yield (fail if name == "result_chord_expires" else warn)(
+            yield fail(
                 name,
                 f"it is {_span(kept)}, and runs are parked for up to {_span(longest_parked)}: {cost}",
                 f"set {name} = 0 (keep), or to more than the longest sleep",
@@ -113,16 +117,7 @@ def _expiry(conf: Any, longest_parked: float | None) -> Findings:
 def _broker(conf: Any, settings: Settings) -> Findings:
     """Look at what the transport does with messages that are out, and at queues that a restart would lose."""
     options: Mapping[str, Any] = conf.broker_transport_options or {}
-    visible = float(options.get("visibility_timeout") or VISIBILITY_DEFAULT)
-    shortest = max(2 * ServicesStep.reserved_seconds, 2 * settings.lease_seconds)
-    if "visibility_timeout" in options and visible < shortest:
-        yield warn(
-            "visibility_timeout",
-            f"it is {visible:.0f} s: Redis hands hints out again that a worker still holds (they find nothing to do,"
-            f" but plain tasks run twice)",
-            f"set broker_transport_options['visibility_timeout'] to {shortest:.0f} or more; plain tasks want more than"
-            " their longest run",
-        )
+    yield from _visibility(options.get("visibility_timeout"), settings)
     weak = [queue.name for queue in conf.task_queues or () if not getattr(queue, "durable", True)]
     if weak or conf.task_default_delivery_mode in (1, "transient"):
         yield warn(
@@ -130,6 +125,32 @@ def _broker(conf: Any, settings: Settings) -> Findings:
             f"a restart of the broker loses {'the queues ' + ', '.join(weak) if weak else 'transient messages'}:"
             " their runs wait for a redispatch",
             "declare queues durable and messages persistent",
+        )
+
+
+def _visibility(chosen: float | str | None, settings: Settings) -> Findings:
+    """Compare how long Redis leaves a message with a worker with how long a worker may keep a hint."""
+    if chosen is None:
+        return
+    visible = float(chosen)
+    shortest = max(2 * ServicesStep.reserved_seconds, 2 * settings.lease_seconds)
+    fix = (
+        f"set broker_transport_options['visibility_timeout'] to {shortest:.0f} or more; plain tasks want more than"
+        " their longest run"
+    )
+    if visible < max(SHORTEST_VISIBILITY, settings.lease_seconds):
+        yield fail(
+            "visibility_timeout",
+            f"it is {visible:.0f} s: Redis hands each hint out again and again while workers still hold it, faster than"
+            " a lost one is taken over, and plain tasks run twice",
+            fix,
+        )
+    elif visible < shortest:
+        yield warn(
+            "visibility_timeout",
+            f"it is {visible:.0f} s: Redis hands hints out again that a worker still holds (they find nothing to do,"
+            " but plain tasks run twice)",
+            fix,
         )
 
 

@@ -24,7 +24,7 @@ FORWARDED: Final = (signal.SIGTERM, signal.SIGHUP)
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option(
-    "--env", "as_env", is_flag=True, help="Print shell lines that point another terminal at the pair, and end."
+    "--env", "as_env", is_flag=True, help="Print shell lines that point another terminal at the running pair, and end."
 )
 @click.argument("worker_options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -34,14 +34,12 @@ def dev(ctx: click.Context, as_env: bool, worker_options: tuple[str, ...]) -> No
     Whatever servers are configured elsewhere, the worker uses the pair. WORKER_OPTIONS go to `celery worker`:
     `durable dev -P threads -c 4`.
     """
+    if as_env:
+        _print_environment()
+        return
     pair = embedded.ensure()
     project = project_of(ctx)
-    environ = _environment(pair)
-    if as_env:
-        for name, value in environ.items():
-            say(f"export {name}={shlex.quote(value)}")
-        return
-    os.environ.update(environ)
+    os.environ.update(_environment(pair))
     durable = project.durable("database")
     if durable.database.url != pair.database_url:
         raise click.ClickException("the app's own code names its database: `dev` would not use the embedded pair")
@@ -77,6 +75,15 @@ def _name_of_given() -> str:
     if not isinstance(name, str):
         raise click.UsageError("name the app with -A, so that the worker's process finds it too")
     return name
+
+
+def _print_environment() -> None:
+    """Print the lines for a pair that somebody else keeps running: one that is started here would end with us."""
+    pair = embedded.running()
+    if pair is None:
+        raise click.ClickException("no pair is running: start it with `umt-durable dev`")
+    for name, value in _environment(pair).items():
+        say(f"export {name}={shlex.quote(value)}")
 
 
 def _environment(pair: embedded.Pair) -> dict[str, str]:

@@ -23,6 +23,8 @@ def migrate(ctx: click.Context, as_sql: bool, schema: str | None, as_json: bool)
 
     Any number of these may run at the same time: they take turns.
     """
+    if as_sql and as_json:
+        raise click.UsageError("--sql prints SQL: it cannot be combined with --json")
     durable = project_of(ctx).durable("nothing" if as_sql else "database")
     if as_sql:
         click.echo(schema_of.migration_sql(checked(durable, schema)))

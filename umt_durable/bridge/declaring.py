@@ -9,8 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Retry
+from celery.utils.functional import head_from_fun
 
 from umt_durable import codec
+from umt_durable.bridge.mapping import take_over_maps
 from umt_durable.bridge.task import DurableTask
 from umt_durable.engine.failures import is_recorded
 from umt_durable.engine.registry import TaskDefinition
@@ -64,6 +66,8 @@ def declare(
         shared=False,  # Celery would register it with every other app of the process, which has no Durable
         durable_version=version,
         durable_takes_context=True,
+        # As if it were bound, without the context: by it Celery tells errbacks that take an id from others.
+        __header__=head_from_fun(body, bound=True),
         **options,
     )
 
@@ -106,3 +110,15 @@ def _run(app: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         wait = error.when
         seconds = (wait - app.now()).total_seconds() if isinstance(wait, datetime) else float(wait or 0)
         raise RetryAfter(max(0.0, seconds), str(error)) from error.exc
+
+
+def take_over_tasks(durable: Durable) -> None:
+    """Adopt the tasks that were bound before the `Durable` was made; take over Celery's maps once the app has them."""
+    app = durable.app
+    for task in list(app._tasks.values()):
+        if isinstance(task, DurableTask) and not task.is_ordinary:
+            adopt(durable, type(task))
+    if app.finalized:
+        take_over_maps(durable, app)
+    else:
+        app.on_after_finalize.connect(lambda **_: take_over_maps(durable, app), weak=False)

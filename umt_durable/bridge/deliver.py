@@ -13,10 +13,11 @@ from celery.utils.log import get_logger
 from kombu.utils import json as kombu_json
 
 from umt_durable import codec
-from umt_durable.bridge import callbacks
+from umt_durable.bridge import callbacks, chords
 from umt_durable.bridge.reporter import CeleryReporter
+from umt_durable.bridge.revoke import announce_revoked
 from umt_durable.bridge.runtime import CLAIM_KEY
-from umt_durable.engine.executor import Delivery, Dropped, Finished, Outcome, Parked
+from umt_durable.engine.executor import Delivery, Dropped, Finished, Outcome, Parked, Superseded
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.registry import TaskDefinition
 from umt_durable.failpoints import point
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _FINISHED = "umt_durable_finished"
+_SETTLED = "umt_durable_settled"
 _dumps: Callable[[Any], str] = kombu_json.dumps
 _SIMPLE = (str, int, float, bool, type(None))
 
@@ -53,12 +55,16 @@ def settle(durable: Durable, task: DurableTask, request: Context, reporter: Cele
     """
     from umt_durable.bridge.task import ignore
 
+    setattr(request, _SETTLED, True)
     match outcome:
         case Finished(state=RunState.CANCELLED):
             _revoked(durable, task, request, reporter, outcome)
             raise ignore("the run is cancelled")
         case Finished():
             return _finish(durable, task, request, reporter, outcome)
+        case Superseded():
+            _replaced(durable, request, outcome)
+            raise ignore("another task took its place")
         case Parked(state=state, until=until):
             _announce(task, request, f"{state} {until}")
             raise ignore(f"the run is parked: {state} {until}")
@@ -66,20 +72,40 @@ def settle(durable: Durable, task: DurableTask, request: Context, reporter: Cele
             raise ignore(reason)
 
 
+def is_settled(request: Context) -> bool:
+    """Say whether a delivery is over: an errback that calls the task it belongs to is no second delivery."""
+    return bool(getattr(request, _SETTLED, False))
+
+
 def _revoked(
     durable: Durable, task: DurableTask, request: Context, reporter: CeleryReporter, outcome: Finished
 ) -> None:
     try:
-        task.backend.mark_as_revoked(request.id, "cancelled", request=request, store_result=reporter.reports)
+        callbacks.revoke(task.backend, request, "cancelled", store_result=reporter.stores)
+        announce_revoked(durable.app, str(task.name), request, "cancelled")
     except Exception as error:  # noqa: BLE001 - each backend raises its own; the relay finds the row and tries again
         logger.warning("the cancel of %s is reported by the relay: %s", request.id, type(error).__name__)
     else:
         durable.process_lease.forget(outcome.token.claim, outcome.events)
 
 
+def _replaced(durable: Durable, request: Context, outcome: Superseded) -> None:
+    """Publish what takes the run's place, if that is no run of ours and so in the database already."""
+    if outcome.message is None:
+        return
+    point("finish.callback.b")
+    try:
+        callbacks.dispatch_stored(durable.app, request, outcome.message)
+    except Exception as error:  # noqa: BLE001 - whatever it was, the relay finds the row and tries again
+        logger.warning("the replacement of %s is left to the relay: %s", request.id, type(error).__name__)
+    else:
+        point("finish.callback.a")
+        durable.process_lease.forget(outcome.token.claim, outcome.events)
+
+
 def _finish(durable: Durable, task: DurableTask, request: Context, reporter: CeleryReporter, outcome: Finished) -> Any:
     envelope = reporter.envelope
-    definition = durable.tasks.get(task.name)
+    definition = durable.tasks.get(task.name, outcome.version)
     value = plain(outcome.value, outcome.data, definition)
     published = [event_id(outcome.token.run, outcome.token.fence + 1, OutboxType.RESULT, 0)] if reporter.reports else []
     for ordinal in range(callbacks.count(envelope, outcome.state)):
@@ -91,6 +117,8 @@ def _finish(durable: Durable, task: DurableTask, request: Context, reporter: Cel
         else:
             published.append(event_id(outcome.token.run, outcome.token.fence + 1, OutboxType.CALLBACK, ordinal))
             point("finish.callback.a")
+    if reporter.reports and request.chord:
+        _check_chord(task, request, reporter)
     point("finish.result.b")
     # The tracer re-reads these from the request and dispatches what is left: nothing, but the failing of later chain
     # members, which is its business.
@@ -100,6 +128,13 @@ def _finish(durable: Durable, task: DurableTask, request: Context, reporter: Cel
         raise outcome.error
     request.chain = None
     return value
+
+
+def _check_chord(task: DurableTask, request: Context, reporter: CeleryReporter) -> None:
+    try:
+        chords.fail_if_forgotten(task.backend, request, reporter.age_seconds)
+    except Exception as error:  # noqa: BLE001 - each backend raises its own; reporting the part will meet it again
+        logger.warning("the chord of %s could not be looked at: %s", request.id, type(error).__name__)
 
 
 def forget_published(state: RunState, sender: Any) -> None:
@@ -142,8 +177,16 @@ def plain(value: Any, data: bytes | None, definition: TaskDefinition) -> Any:
 
 
 def stored_error(durable: Durable, failure: Failure) -> Exception:
-    """Return the exception of a stored failure, for a backend that is told by someone who did not raise it."""
-    return durable.tasks.exceptions.rebuild(failure)
+    """Return the exception of a stored failure, for a backend that is told by someone who did not raise it.
+
+    Of a class that the code has not named, it is one of the same name and module: a backend stores no more than these,
+    and the caller looks for that class among those it has itself. Nothing is imported here.
+    """
+    error = durable.tasks.exceptions.rebuild(failure)
+    if type(error).__name__ == failure.type:
+        return error
+    stand_in: type[Exception] = type(failure.type, (Exception,), {"__module__": failure.module})
+    return stand_in(*failure.args)
 
 
 def plain_arguments(data: bytes, number: int) -> tuple[Sequence[object], Mapping[str, object]]:

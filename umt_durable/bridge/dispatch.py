@@ -17,6 +17,7 @@ from umt_durable.bridge.deliver import plain, plain_arguments, stored_error
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.outgoing import Outgoing, Report, reason
 from umt_durable.bridge.publisher import Publisher
+from umt_durable.bridge.revoke import announce_revoked
 from umt_durable.engine import failures
 from umt_durable.errors import BrokerUnavailableError, DecodingError, UnknownTaskError
 from umt_durable.records import FinishedRun, OutboxEntry
@@ -102,6 +103,9 @@ class CeleryDispatcher:
         request = self._request(run, envelope)
         backend = self._backend(run.task)
         value, error = self._outcome(run)
+        if entry.type == OutboxType.CALLBACK and entry.payload is not None:
+            callbacks.dispatch_stored(app, request, bytes(entry.payload))
+            return
         if entry.type == OutboxType.CALLBACK:
             callbacks.dispatch(app, request, envelope, entry.ordinal, value=value, error=error)
             return
@@ -111,7 +115,9 @@ class CeleryDispatcher:
         elif run.state is RunState.FAILED:
             backend.mark_as_failure(run.id, error, request=request, store_result=stores, call_errbacks=False)
         else:
-            backend.mark_as_revoked(run.id, run.reason or "cancelled", request=request, store_result=stores)
+            callbacks.revoke(backend, request, run.reason or "cancelled", store_result=stores)
+            if entry.ordinal == 0:
+                announce_revoked(app, run.task, request, run.reason)
 
     def _request(self, run: FinishedRun, envelope: Envelope) -> Context:
         try:

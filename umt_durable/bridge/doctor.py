@@ -8,7 +8,7 @@ from dataclasses import asdict
 import click
 import psycopg
 
-from umt_durable.bridge import checks_broker, checks_database, checks_runs, checks_settings
+from umt_durable.bridge import checks_broker, checks_database, checks_runs, checks_settings, checks_tasks
 from umt_durable.bridge.console import Section, emit, json_option, one_line
 from umt_durable.bridge.durable import Durable
 from umt_durable.bridge.findings import Finding, Findings, Level, fail
@@ -66,6 +66,7 @@ def examine(project: Project) -> Iterator[Finding]:
     if all(finding.level is not Level.FAIL for finding in broker):
         yield from checks_broker.workers(durable.app, live)
     yield from checks_settings.celery_settings(durable.app.conf, settings, longest_parked=longest)
+    yield from checks_tasks.acks(durable.app)
 
 
 def _of_server(durable: Durable, conn: Connection, where: str) -> Findings:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 from uuid import UUID, uuid4
 
 from celery import Celery, signals
@@ -14,24 +14,29 @@ from celery.exceptions import Ignore
 from celery.utils.log import get_logger
 
 from umt_durable import codec, migrate
-from umt_durable.bridge import deliver, enqueuing
+from umt_durable.bridge import deliver, enqueuing, revoke
 from umt_durable.bridge.bootsteps import install
-from umt_durable.bridge.declaring import adopt, declare
+from umt_durable.bridge.declaring import adopt, declare, take_over_tasks
 from umt_durable.bridge.dispatch import CeleryDispatcher
 from umt_durable.bridge.eager import perform_eagerly
 from umt_durable.bridge.incidents import IncidentThread
+from umt_durable.bridge.leaving import Watch, is_leaving
+from umt_durable.bridge.logs import redact_worker_logs
 from umt_durable.bridge.main_process import MainLease, handle_incident, reserved_hints
 from umt_durable.bridge.message import TaskMessage
 from umt_durable.bridge.publisher import Publisher
 from umt_durable.bridge.reporter import CeleryReporter
 from umt_durable.bridge.runtime import NODE_VARIABLE
+from umt_durable.bridge.spawned import worker_app
 from umt_durable.bridge.task import DurableTask
+from umt_durable.bridge.typed import Body, DurableTaskOf, P, R
 from umt_durable.database import Database
-from umt_durable.engine.client import Client
+from umt_durable.engine.client import Client, History
 from umt_durable.engine.executor import Executor
 from umt_durable.engine.registry import TaskRegistry
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import ConfigurationError, DatabaseUnavailableError
+from umt_durable.records import Run
 from umt_durable.redaction import redact_url
 from umt_durable.services.intake import take_in
 from umt_durable.services.lease import Lease
@@ -40,6 +45,7 @@ from umt_durable.services.pulse import Pulse
 from umt_durable.services.relay import Relay
 from umt_durable.session import Binding
 from umt_durable.settings import Settings
+from umt_durable.states import RunState
 from umt_durable.store import runs
 
 if TYPE_CHECKING:
@@ -66,14 +72,47 @@ class Durable:
         self.bindings = dict(bindings or {})
         self._given = settings
         self._leases: dict[int, Lease] = {}
-        app.umt_durable = self
-        enqueuing.take_over(self)
-        install(app)
+        self._take_over()
+        copy = worker_app(app)
+        if copy is not None:
+            self.app = copy
+            self._take_over()
         deliver.connect_signals()
+        redact_worker_logs()
         signals.worker_process_shutdown.connect(self._on_process_shutdown, weak=False)
+
+    def _take_over(self) -> None:
+        """Lead what the app does with durable tasks through here."""
+        self.app.umt_durable = self
+        enqueuing.take_over(self)
+        revoke.take_over(self.app)
+        take_over_tasks(self)
+        install(self.app)
 
     # -- declaring -------------------------------------------------------------------------------------------------
 
+    @overload
+    def task(
+        self,
+        function: Body[P, R],
+        *,
+        name: str | None = None,
+        version: int = 1,
+        retry: RetryPolicy = RetryPolicy.NONE,
+        raises: Sequence[type[Exception]] = (),
+        **options: Any,
+    ) -> DurableTaskOf[P, R]: ...
+    @overload
+    def task(
+        self,
+        function: None = None,
+        *,
+        name: str | None = None,
+        version: int = 1,
+        retry: RetryPolicy = RetryPolicy.NONE,
+        raises: Sequence[type[Exception]] = (),
+        **options: Any,
+    ) -> Callable[[Body[P, R]], DurableTaskOf[P, R]]: ...
     def task(
         self,
         function: Callable[..., Any] | None = None,
@@ -106,7 +145,7 @@ class Durable:
         if self.tasks.has(name):
             return True
         task = self.app._tasks.get(name)
-        return isinstance(task, DurableTask)
+        return isinstance(task, DurableTask) and not task.is_ordinary
 
     # -- the verbs -------------------------------------------------------------------------------------------------
 
@@ -115,29 +154,55 @@ class Durable:
         """The verbs on runs; `signal`, `emit`, `cancel`, `get`, `list` and `history` are its methods."""
         return Client(self.database, self.settings)
 
-    def signal(self, run_id: str, name: str, payload: Any = None, **options: Any) -> UUID:
+    def signal(
+        self,
+        run_id: str,
+        name: str,
+        payload: Any = None,
+        *,
+        conn: object = None,
+        actor: str | None = None,
+        dedupe: str | None = None,
+    ) -> UUID:
         """Say a fact to one run; see `Client.signal`."""
-        return self.client.signal(run_id, name, payload, **options)
+        return self.client.signal(run_id, name, payload, conn=conn, actor=actor, dedupe=dedupe)
 
-    def emit(self, name: str, key: str, payload: Any = None, **options: Any) -> UUID:
+    def emit(
+        self,
+        name: str,
+        key: str,
+        payload: Any = None,
+        *,
+        conn: object = None,
+        actor: str | None = None,
+        dedupe: str | None = None,
+    ) -> UUID:
         """Say a fact under a name and key; see `Client.emit`."""
-        return self.client.emit(name, key, payload, **options)
+        return self.client.emit(name, key, payload, conn=conn, actor=actor, dedupe=dedupe)
 
-    def cancel(self, run_id: str, **options: Any) -> UUID:
+    def cancel(self, run_id: str, *, reason: str | None = None, conn: object = None, actor: str | None = None) -> UUID:
         """Ask that a run end as cancelled; see `Client.cancel`."""
-        return self.client.cancel(run_id, **options)
+        return self.client.cancel(run_id, reason=reason, conn=conn, actor=actor)
 
-    def get(self, run_id: str) -> Any:
+    def get(self, run_id: str) -> Run:
         """Read one run; see `Client.get`."""
         return self.client.get(run_id)
 
-    def list(self, **filters: Any) -> Any:
-        """Read a page of runs; see `Client.list`."""
-        return self.client.list(**filters)
-
-    def history(self, run_id: str) -> Any:
+    def history(self, run_id: str) -> History:
         """Read what happened to a run; see `Client.history`."""
         return self.client.history(run_id)
+
+    def list(
+        self,
+        *,
+        task: str | None = None,
+        states: Sequence[RunState | str] | None = None,
+        ref: str | None = None,
+        before: int | None = None,
+        limit: int = 100,
+    ) -> list[Run]:
+        """Read a page of runs; see `Client.list`."""
+        return self.client.list(task=task, states=states, ref=ref, before=before, limit=limit)
 
     def stop(self) -> None:
         """Give up this process's lease and close its connections. Calling it again changes nothing."""
@@ -171,6 +236,11 @@ class Durable:
         if pid not in self._leases:
             self._leases = {pid: Lease(self.database, self.settings, node=self.node)}
         return self._leases[pid]
+
+    @cached_property
+    def leaving(self) -> Watch:
+        """Asks the bodies of this process to leave when its worker shuts down."""
+        return Watch(lambda: self.process_lease)
 
     @cached_property
     def incidents(self) -> IncidentThread:
@@ -213,9 +283,10 @@ class Durable:
         reporter = CeleryReporter(task, request)
         delivery = deliver.delivery_of(task, request)
         if request.is_eager:
-            return perform_eagerly(self, task, delivery, reporter, args, kwargs)
+            return perform_eagerly(self, task, delivery, args, kwargs)
         try:
-            outcome = self.executor().execute(delivery, reporter)
+            with self.leaving.over():
+                outcome = self.executor().execute(delivery, reporter)
         except DatabaseUnavailableError as error:
             logger.warning("a delivery of %s is dropped, its run goes on later: %s", delivery.run_id, error)
             raise Ignore("the database is away") from error
@@ -228,7 +299,9 @@ class Durable:
 
     def executor(self) -> Executor:
         """Return what executes deliveries in this process."""
-        return Executor(self.database, self.process_lease, self.settings, self.tasks, self.bindings)
+        return Executor(
+            self.database, self.process_lease, self.settings, self.tasks, self.bindings, is_leaving=is_leaving
+        )
 
     def take_in(self, batch: Sequence[TaskMessage]) -> None:
         """Commit the runs of foreign messages, once per (id, nesting), in one transaction."""
@@ -239,6 +312,10 @@ class Durable:
             for item in batch
         ]
         take_in(self.database, self.settings, made)
+
+    def cancel_runs(self, ids: Sequence[str], reason: str) -> Mapping[str, RunState]:
+        """Commit that runs are to end as cancelled; return where each of them stands that exists."""
+        return revoke.cancel_all(self, ids, reason)
 
     def has_run(self, run_id: str) -> bool:
         """Say whether a run with this id exists."""

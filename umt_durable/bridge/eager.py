@@ -1,4 +1,4 @@
-"""Durable tasks called eagerly: enqueued as always, then executed in the caller."""
+"""Durable tasks called eagerly: the run is stored, then executed in the caller."""
 
 from __future__ import annotations
 
@@ -6,31 +6,60 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from umt_durable.bridge import deliver, enqueuing
+from umt_durable.bridge.envelope import EMPTY
 from umt_durable.bridge.message import TaskMessage
-from umt_durable.bridge.reporter import CeleryReporter
 from umt_durable.engine.executor import Delivery, Finished, Parked
-from umt_durable.errors import DurableError
+from umt_durable.errors import DefinitionError, DurableError
+from umt_durable.records import Grant
+from umt_durable.services.intake import take_in
+from umt_durable.states import RunState
 
 if TYPE_CHECKING:
     from umt_durable.bridge.durable import Durable
     from umt_durable.bridge.task import DurableTask
 
 
+class EagerReporter:
+    """Reports to nobody: Celery's tracer in the caller has the request, and dispatches and stores what follows."""
+
+    reports = False
+    wrote = False
+
+    def claimed(self, grant: Grant) -> None:
+        """Leave the request as the caller made it."""
+
+    def callbacks(self, state: RunState) -> int:
+        """Return none: the tracer calls them."""
+        return 0
+
+    def started(self) -> None:
+        """Store nothing."""
+
+    def suspending(self, state: RunState, until: str) -> None:
+        """Store nothing."""
+
+    def check_sleep(self, seconds: float) -> None:
+        """Allow any: the run will be parked, which the caller hears of."""
+
+
 def perform_eagerly(
-    durable: Durable,
-    task: DurableTask,
-    delivery: Delivery,
-    reporter: CeleryReporter,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    durable: Durable, task: DurableTask, delivery: Delivery, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Execute a run in the caller and return its result.
 
-    Errors: what the body raises; DurableError when the run is parked instead: it lives on, and a worker ends it.
+    The run is stored without a hint, so that no worker takes it first.
+    Errors: what the body raises; DefinitionError for what only a worker can do; DurableError when the run is parked
+    instead: it lives on, and a worker ends it.
     """
+    said = enqueuing.current()
+    if said.conn is not None or said.idempotency_key is not None:
+        raise DefinitionError(
+            f"{task.name} was called eagerly, which neither waits for a caller's commit nor looks for an earlier run: "
+            "conn= and idempotency_key= need a worker"
+        )
     message = TaskMessage(
         id=delivery.run_id,
-        nesting=0,
+        nesting=delivery.nesting,
         task=task.name,
         args=args,
         kwargs=kwargs,
@@ -40,13 +69,19 @@ def perform_eagerly(
         expires=None,
         retries=0,
         ignore_result=None,
-        envelope=reporter.envelope,
+        envelope=EMPTY,
     )
-    durable.client.enqueue(enqueuing.new_run(durable, message, enqueuing.Enqueuing()))
-    outcome = durable.executor().execute(delivery, reporter)
+    said = enqueuing.Enqueuing(ref=said.ref, attributes=said.attributes)
+    take_in(durable.database, durable.settings, [enqueuing.new_run(durable, message, said)])
+    with enqueuing.enqueuing({}):
+        outcome = durable.executor().execute(delivery, EagerReporter())
     if isinstance(outcome, Finished) and outcome.error is not None:
         raise outcome.error
-    if isinstance(outcome, Finished):
+    if isinstance(outcome, Finished) and outcome.state is RunState.SUCCEEDED:
         return deliver.plain(outcome.value, outcome.data, durable.tasks.get(task.name))
-    reason = f"is parked ({outcome.state} {outcome.until})" if isinstance(outcome, Parked) else outcome.reason
-    raise DurableError(f"{task.name} was called eagerly, but its run {reason}; a worker will go on with it")
+    if isinstance(outcome, Parked):
+        raise DurableError(
+            f"{task.name} was called eagerly, but its run is parked ({outcome.state} {outcome.until}); "
+            "a worker will go on with it"
+        )
+    raise DurableError(f"{task.name} was called eagerly, but its run did not end here: {outcome}")

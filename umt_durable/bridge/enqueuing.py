@@ -51,6 +51,7 @@ class Enqueuing:
     expires_in: float | None = None
     ignore_result: bool | None = None
     done: Enqueued | None = None
+    captured: list[NewRun] | None = None
 
 
 @contextmanager
@@ -63,13 +64,29 @@ def enqueuing(options: dict[str, Any]) -> Iterator[Enqueuing]:
     key = ours["idempotency_key"]
     if key is not None and (not isinstance(key, str) or not key or "\0" in key):
         raise DefinitionError(f"idempotency_key must be text that is not empty, not {key!r}")
-    token = _current.set(Enqueuing(**ours))
+    before = _current.get()
+    mine = Enqueuing(**ours, captured=None if before is None else before.captured)
+    token = _current.set(mine)
     try:
-        current = _current.get()
-        assert current is not None
-        yield current
+        yield mine
     finally:
         _current.reset(token)
+
+
+def current() -> Enqueuing:
+    """Return what the call that is being made says beyond Celery's options."""
+    return _current.get() or Enqueuing()
+
+
+def run_of(publish: Callable[[], object]) -> NewRun | None:
+    """Return the run that a publishing would commit, without committing it; None when it commits none, or several."""
+    captured: list[NewRun] = []
+    token = _current.set(Enqueuing(captured=captured))
+    try:
+        publish()
+    finally:
+        _current.reset(token)
+    return captured[0] if len(captured) == 1 else None
 
 
 class _Connection:
@@ -126,7 +143,11 @@ def send_task_message(
     parsed = parse_publish(durable.app, name, message._replace(headers=headers), options)
     if has_context() and parsed.id == current_context().run_id and parsed.nesting == current_context().nesting:
         return None  # Celery's `retry` sends the same task again: the run that is being executed will be retried
-    mine.done = durable.client.enqueue(new_run(durable, parsed, mine), conn=mine.conn)
+    new = new_run(durable, parsed, mine)
+    if mine.captured is not None:
+        mine.captured.append(new)
+        return None
+    mine.done = durable.client.enqueue(new, conn=mine.conn)
     return None
 
 

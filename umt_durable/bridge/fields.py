@@ -8,9 +8,15 @@ from typing import Final
 
 from celery.utils.time import maybe_iso8601
 
+from umt_durable import texts
 from umt_durable.errors import MessageRefusedError
 
 MAX_ID: Final = 255
+
+
+def is_name(value: object) -> bool:
+    """Say whether a value is text of 1 to 255 characters that Postgres can store: an id, a task's or queue's name."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_ID and texts.is_storable(value)
 
 
 class Fields:
@@ -20,7 +26,7 @@ class Fields:
     """
 
     def __init__(self, task: object, values: Mapping[str, object]) -> None:
-        if not isinstance(task, str) or not task or len(task) > MAX_ID:
+        if not isinstance(task, str) or not is_name(task):
             raise MessageRefusedError(f"the message names no task in 1 to {MAX_ID} characters")
         self.task = task
         self.values = values
@@ -32,7 +38,7 @@ class Fields:
     def run_id(self) -> str:
         """Read the id, which Postgres must be able to store."""
         found = self.text("id") or ""
-        if not 0 < len(found) <= MAX_ID or "\0" in found or not _is_unicode(found):
+        if not is_name(found):
             raise self.refusal(f"its id is no text of 1 to {MAX_ID} characters")
         return found
 
@@ -112,8 +118,3 @@ class Fields:
 
 def _is_signature(value: object) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("task"), str)
-
-
-def _is_unicode(text: str) -> bool:
-    """Say whether text holds no lone surrogate, which no database stores."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)

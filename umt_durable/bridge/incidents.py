@@ -1,4 +1,4 @@
-"""The thread that acts on what the main process saw happen to its children and deliveries."""
+"""The thread that acts on what the main process saw happen to its children and deliveries, and on what it was told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psycopg
 from celery.utils.log import get_logger
 
 from umt_durable.bridge.intake import pause
-from umt_durable.bridge.runtime import ChildLost, Delivery, DeliveryEnded, Incident
+from umt_durable.bridge.runtime import CancelAsked, ChildLost, Delivery, DeliveryEnded, Incident
 from umt_durable.errors import DatabaseUnavailableError
 
 logger = get_logger(__name__)
@@ -37,9 +37,13 @@ class IncidentThread:
         """Queue that a pool child has ended."""
         self._queue.put(ChildLost(pid, status, delivery))
 
-    def delivery_ended(self, delivery: Delivery, *, known_dead: bool, reason: str) -> None:
+    def delivery_ended(self, delivery: Delivery, *, known_dead: bool, reason: str, again: bool = True) -> None:
         """Queue that a delivery is over."""
-        self._queue.put(DeliveryEnded(delivery, known_dead, reason))
+        self._queue.put(DeliveryEnded(delivery, known_dead, reason, again))
+
+    def cancel_asked(self, asked: CancelAsked) -> None:
+        """Queue that runs are to be cancelled."""
+        self._queue.put(asked)
 
     def start(self) -> None:
         """Start the thread."""

@@ -18,10 +18,14 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from celery.bootsteps import RUN
 from celery.utils.log import get_logger
+from celery.worker import state as worker_state
 
 from umt_durable import telemetry
+from umt_durable.bridge.revoke import REVOKED, is_revoked
 from umt_durable.bridge.runtime import DurableRuntime
-from umt_durable.errors import ConfigurationError, DatabaseUnavailableError, DurableError
+from umt_durable.clock import boottime
+from umt_durable.database import is_refusal
+from umt_durable.errors import ConfigurationError, DatabaseBusyError, DatabaseUnavailableError, DurableError
 
 if TYPE_CHECKING:
     from umt_durable.bridge.message import TaskMessage
@@ -56,6 +60,15 @@ class Inquiry:
 Item = Arrival | Inquiry
 
 
+@dataclass(frozen=True, slots=True)
+class _Blocked:
+    """An arrival that an open transaction of somebody's keeps out. Units: `due`, the next try, is `boottime`."""
+
+    arrival: Arrival
+    failures: int
+    due: float
+
+
 class Intake:
     """The one thread of a worker's main process that takes foreign messages in.
 
@@ -67,6 +80,7 @@ class Intake:
         self._runtime = runtime
         self._batch = batch
         self._items: queue.Queue[Item | None] = queue.Queue(WAITING)
+        self._blocked: list[_Blocked] = []
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._outage = False
@@ -102,6 +116,7 @@ class Intake:
         failures = 0
         while not self._stopping.is_set():
             left = self._settle(self._gather(left, pause(failures)))
+            self._retry_blocked()
             failures = failures + 1 if left else 0
             if left and self._outage:
                 self._stopping.wait(pause(failures))
@@ -111,12 +126,28 @@ class Intake:
         items: list[Item | None] = list(left)
         try:
             if not self._outage:
-                items.append(self._items.get(timeout=seconds if left else None))
+                items.append(self._items.get(timeout=self._patience(seconds if left else None)))
             while len(items) < self._batch:
                 items.append(self._items.get_nowait())
         except queue.Empty:
             pass
         return [item for item in items if item is not None]
+
+    def _patience(self, seconds: float | None) -> float | None:
+        """Return for how long to wait for an item: no longer than to the next try of a blocked one."""
+        tries = [max(0.0, blocked.due - boottime()) for blocked in self._blocked]
+        return min(tries if seconds is None else [seconds, *tries], default=None)
+
+    def _retry_blocked(self) -> None:
+        """Try the blocked arrivals that are due again, each alone: with others it would keep these out too."""
+        now = boottime()
+        due = [blocked for blocked in self._blocked if blocked.due <= now]
+        self._blocked = [blocked for blocked in self._blocked if blocked.due > now]
+        for blocked in due:
+            if self._stopping.is_set():
+                return
+            left = self._take_in([blocked.arrival], blocked.failures)
+            self._blocked += [_Blocked(one, blocked.failures, now + pause(blocked.failures)) for one in left]
 
     def _settle(self, items: Sequence[Item]) -> list[Item]:
         """Settle what can be settled and return the rest, to be tried again later."""
@@ -128,14 +159,23 @@ class Intake:
                 left.append(item)
         return left
 
-    def _take_in(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
+    def _take_in(self, arrivals: Sequence[Arrival], failures: int = 0) -> list[Arrival]:
+        """Take arrivals in and return those to be tried again; one that is blocked waits apart from all others."""
         try:
             self._runtime.take_in([arrival.message for arrival in arrivals])
+            revoked = [arrival.message.id for arrival in arrivals if _was_revoked(arrival.message)]
+            if revoked:  # before there was a run to cancel; no child may have it before that is made good
+                self._runtime.cancel_runs(revoked, REVOKED)
         except Exception as error:  # noqa: BLE001 - it is logged as a refusal or as the reason to wait
             blame = blamed(error)
             if blame is Blame.MESSAGE and len(arrivals) == 1:
                 refuse(arrivals[0].message.task, arrivals[0].message.id, error)
                 _tell(arrivals[0], False)
+                return []
+            if blame is Blame.BUSY and len(arrivals) == 1:
+                if not failures:
+                    self._report(error)
+                self._blocked.append(_Blocked(arrivals[0], failures + 1, boottime() + pause(failures + 1)))
                 return []
             if blame is Blame.DATABASE or len(arrivals) == 1:
                 self._report(error)
@@ -149,9 +189,12 @@ class Intake:
     def _answer(self, inquiry: Inquiry) -> bool:
         try:
             known = self._runtime.has_run(inquiry.run)
-        except Exception as error:  # noqa: BLE001 - it is logged as the reason to wait
-            self._report(error)
-            return False
+        except Exception as error:  # noqa: BLE001 - it is logged as a refusal or as the reason to wait
+            if blamed(error) is not Blame.MESSAGE:
+                self._report(error)
+                return False
+            refuse(None, inquiry.run, error)
+            known = False  # an id that cannot even be asked for is of no run
         _tell(inquiry, known)
         return True
 
@@ -215,9 +258,10 @@ def intake_of(consumer: Any) -> Intake:
 
 
 class Blame(StrEnum):
-    """What an error of the database layer says: that the database cannot be asked, that a message cannot be stored."""
+    """What an error of the database layer says: that the database cannot be asked, or a message not be stored."""
 
     DATABASE = "database"
+    BUSY = "busy"  # it answers, but somebody's open transaction keeps one of the batch out
     MESSAGE = "message"
     UNKNOWN = "unknown"  # the message waits: one that waits can be looked at, one that was dropped can not
 
@@ -225,10 +269,12 @@ class Blame(StrEnum):
 def blamed(error: Exception) -> Blame:
     """Say what an error is to be put down to."""
     match error:
-        case psycopg.DataError() | psycopg.IntegrityError():
+        case psycopg.DataError() | psycopg.IntegrityError() | UnicodeEncodeError():
             return Blame.MESSAGE
-        case psycopg.Error() if (error.sqlstate or "").startswith("54"):  # a value over a limit of the server
+        case psycopg.Error() if is_refusal(error):
             return Blame.MESSAGE
+        case DatabaseBusyError():
+            return Blame.BUSY
         case psycopg.OperationalError() | psycopg.InterfaceError() | DatabaseUnavailableError():
             return Blame.DATABASE
         case ConfigurationError():
@@ -248,6 +294,10 @@ def refuse(task: object, run: object, error: Exception) -> None:
     """Count and log, in one line, a message that is dropped. Its arguments are not logged."""
     telemetry.count(telemetry.Counter.MESSAGE_REFUSED)
     logger.warning("Refused a message for %.100r with id %.100r: %.300s", task, run, " ".join(str(error).split()))
+
+
+def _was_revoked(message: TaskMessage) -> bool:
+    return is_revoked(message.id, message.envelope.stamps if worker_state.revoked_stamps else None)
 
 
 def _tell(item: Item, answer: bool) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from celery.worker import state as worker_state
 
-from umt_durable.bridge.runtime import ChildLost, Incident
+from umt_durable.bridge import revoke
+from umt_durable.bridge.runtime import CancelAsked, ChildLost, DeliveryEnded, Incident
 from umt_durable.services import takeover
 
 if TYPE_CHECKING:
@@ -36,14 +37,34 @@ def reserved_hints() -> dict[str, int]:
 
 
 def handle_incident(durable: Durable, incident: Incident) -> None:
-    """End the grants of a lost child or delivery, have its runs hinted again, and wake the relay.
+    """End the grants of a lost child or delivery and have its runs hinted again, or cancel runs; wake the relay.
 
     Errors: DatabaseUnavailableError; repeating it is safe.
     """
+    match incident:
+        case CancelAsked():
+            _cancel(durable, incident)
+        case ChildLost() | DeliveryEnded():
+            _end(durable, incident)
+        case _:
+            assert_never(incident)
+    durable.pulse.wake()
+
+
+def _end(durable: Durable, incident: ChildLost | DeliveryEnded) -> None:
     database, settings, delivery = durable.database, durable.settings, incident.delivery
+    again = True
     if isinstance(incident, ChildLost):
-        takeover.end_process(database, node=durable.node, pid=incident.pid, settings=settings, status=incident.status)
+        takeover.end_process(
+            database,
+            node=durable.node,
+            pid=incident.pid,
+            settings=settings,
+            status=incident.status,
+            seen=incident.seen,
+        )
     else:
+        again = incident.again
         takeover.end_delivery(
             database,
             claim=incident.delivery.claim,
@@ -51,6 +72,13 @@ def handle_incident(durable: Durable, incident: Incident) -> None:
             reason=incident.reason,
             settings=settings,
         )
-    if delivery is not None:
+    if delivery is not None and again:
         takeover.rehint(database, delivery.run, delivery.nesting)
-    durable.pulse.wake()
+
+
+def _cancel(durable: Durable, asked: CancelAsked) -> None:
+    ids = dict.fromkeys(asked.ids)
+    if asked.stamps:
+        ids.update(dict.fromkeys(revoke.stamped(durable, asked.stamps)))
+    asked.found.update(revoke.cancel_all(durable, ids, asked.reason))
+    asked.done.set()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from umt_durable import texts
+from umt_durable.bridge.fields import is_name
 from umt_durable.bridge.intake import refuse
 from umt_durable.errors import MessageRefusedError
 
@@ -59,18 +61,22 @@ class RawGuard:
         if not isinstance(raw, Mapping) or not isinstance(raw.get("headers") or {}, Mapping):
             return False
         properties = raw.get("properties")
-        if not isinstance(properties, Mapping) or not isinstance(properties.get("delivery_tag"), str):
+        # kombu writes the tag back at once, and the other two when the message is to come again: encoded, outside of
+        # all its guards.
+        if not isinstance(properties, Mapping) or not is_name(properties.get("delivery_tag")):
             return False
         way = properties.get("delivery_info")
-        if not isinstance(way, Mapping) or not all(
-            isinstance(way.get(name), str) for name in ("exchange", "routing_key")
-        ):
+        if not isinstance(way, Mapping) or not all(_is_route(way.get(name)) for name in ("exchange", "routing_key")):
             return False
         try:
             self._channel.decode_body(raw.get("body") or "", properties.get("body_encoding"))
         except _READING_ERRORS:
             return False
         return True
+
+
+def _is_route(value: object) -> bool:
+    return isinstance(value, str) and texts.is_storable(value)
 
 
 def _drop(reason: str) -> None:

@@ -16,7 +16,7 @@ from kombu.transport.redis import Channel as RedisChannel
 
 from umt_durable.bridge.destination import Way, counts_priority_down, delivered_way, our_priority, published_way
 from umt_durable.bridge.envelope import Envelope
-from umt_durable.bridge.fields import Fields
+from umt_durable.bridge.fields import MAX_ID, Fields, is_name
 from umt_durable.bridge.hint import HEADER, hint_headers
 from umt_durable.bridge.runtime import CLAIM_KEY
 from umt_durable.errors import MessageRefusedError
@@ -171,6 +171,10 @@ def _read(
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise fields.refusal("its keyword arguments are no object")
     run_id = fields.run_id()
+    if not is_name(way.queue):
+        raise fields.refusal(f"the name of its queue is no text of 1 to {MAX_ID} characters")
+    if not all(part is None or part == "" or is_name(part) for part in (way.exchange, way.routing_key)):
+        raise fields.refusal(f"its exchange or routing key has more than {MAX_ID} characters or cannot be stored")
     envelope = _envelope(
         fields, run_id, embed, properties=properties, way=way, content_type=content_type, defaults=defaults
     )

@@ -12,7 +12,7 @@ from celery.backends.base import DisabledBackend
 from celery.utils.log import get_logger
 
 from umt_durable import codec
-from umt_durable.bridge import callbacks
+from umt_durable.bridge import callbacks, chords
 from umt_durable.bridge.context import restore_request
 from umt_durable.bridge.envelope import EMPTY, Envelope
 from umt_durable.errors import DecodingError, DurableError
@@ -39,6 +39,7 @@ class CeleryReporter:
         self._task = task
         self._request = request
         self.envelope: Envelope = EMPTY
+        self.age_seconds = 0.0
         self.wrote = False
 
     def claimed(self, grant: Grant) -> None:
@@ -50,13 +51,21 @@ class CeleryReporter:
             args, kwargs = (), {}
         restore_request(self._request, self.envelope, args, kwargs)
         self._request.retries = grant.failures  # by which Celery's own retry counts
+        self.age_seconds = grant.age_seconds
+
+    @property
+    def stores(self) -> bool:
+        """Whether anyone can ask the result backend for this run."""
+        return self._has_backend and not get_actual_ignore_result(self._task, self._request)
 
     @property
     def reports(self) -> bool:
-        """Whether anyone can ask the result backend for this run."""
-        return not get_actual_ignore_result(self._task, self._request) and not isinstance(
-            self._task.backend, DisabledBackend
-        )
+        """Whether the result backend has to hear of this run's end: from it, a chord or the rest of a chain may."""
+        return self._has_backend and (self.stores or chords.is_awaited(self.envelope))
+
+    @property
+    def _has_backend(self) -> bool:
+        return not isinstance(self._task.backend, DisabledBackend)
 
     def callbacks(self, state: RunState) -> int:
         """Return how many callbacks leave when the run ends in a state."""
@@ -64,13 +73,21 @@ class CeleryReporter:
 
     def started(self) -> None:
         """Store STARTED, where the task or the app tracks it."""
-        if self._task.tracks_started and self.reports:
+        if self._task.tracks_started and self.stores:
             self._store({"pid": os.getpid(), "hostname": self._request.hostname}, celery_states.STARTED)
 
     def suspending(self, state: RunState, until: str) -> None:
         """Store RETRY with the reason. An exception, because Celery reads RETRY's value as one."""
-        if self.reports:
+        if self.stores:
             self._store(SuspendedError(f"durable: {state} {until}"), celery_states.RETRY)
+
+    def check_sleep(self, seconds: float) -> None:
+        """Refuse a sleep that a chord around the run would not outlive.
+
+        Errors: DefinitionError.
+        """
+        if self._has_backend:
+            chords.check_sleep(self._task.backend, self.envelope, seconds)
 
     def _store(self, value: Any, state: str) -> None:
         self.wrote = True

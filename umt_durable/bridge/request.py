@@ -17,7 +17,6 @@ from uuid import uuid4
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
-from celery import signals
 from celery.exceptions import Ignore, Reject, Retry
 from celery.local import Proxy
 from celery.utils.log import get_logger
@@ -117,7 +116,8 @@ class DurableRequest(Request):
         if isinstance(error, WorkerLostError):
             self._child_lost(error)
         else:
-            self._end(_reason(error), details=None if _is_expected(error) else exc_info)
+            expected = _is_expected(error)
+            self._end(_reason(error), details=None if expected else exc_info, again=expected)
         return None
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
@@ -127,16 +127,19 @@ class DurableRequest(Request):
         else:
             self._end(f"hard time limit of {timeout} s")
 
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """Interrupt the body where the pool can; elsewhere it ends at its next call of the context."""
+        try:
+            super().terminate(pool, signal)
+        except NotImplementedError:
+            logger.info("Task %s[%s] cannot be interrupted in this pool; it ends at its next step", self.name, self.id)
+
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
-        """End a terminated delivery. The cancel that goes with it is a fact; whoever applies it stores the outcome."""
+        """End a terminated delivery. The cancel that goes with it is a fact: who applies it tells of the outcome."""
         if self._already_revoked or self._already_cancelled:
             return
         self._already_revoked = True
         self._end(f"{reason} by signal {signum}")
-        self.send_event("task-revoked", terminated=terminated, signum=signum, expired=expired)
-        signals.task_revoked.send(
-            self.task, request=self._context, terminated=terminated, signum=signum, expired=expired
-        )
 
     def _announce_cancelled(self, emit_retry: bool = True) -> None:
         """End a delivery that a shutting-down worker cancels.
@@ -156,11 +159,11 @@ class DurableRequest(Request):
             self._warn(str(error))
             self._incidents.child_lost(pid=self.worker_pid, status=exit_status(error), delivery=self.delivery)
 
-    def _end(self, reason: str, *, details: Any = None) -> None:
+    def _end(self, reason: str, *, details: Any = None, again: bool = True) -> None:
         if self._begin_end():
             self.acknowledge()
             self._warn(reason, details)
-            self._incidents.delivery_ended(self.delivery, known_dead=False, reason=reason)
+            self._incidents.delivery_ended(self.delivery, known_dead=False, reason=reason, again=again)
 
     def _begin_end(self) -> bool:
         """Forget the request and say whether this is the first end of the delivery."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from uuid import UUID
 
+from umt_durable.clock import boottime
 from umt_durable.errors import ConfigurationError
+from umt_durable.states import RunState
 
 if TYPE_CHECKING:
     from umt_durable.bridge.message import TaskMessage
@@ -33,37 +36,61 @@ class Delivery:
 class ChildLost:
     """A pool child is known to have ended; no delay protects its runs.
 
-    Units: `status` is an exit status, or minus the number of the signal that ended the child; None when unknown.
+    Units: `status` is an exit status, or minus the number of the signal that ended the child; None when unknown. `seen`
+    is the `boottime` of this object: a worker that begins later under that pid is another process.
     """
 
     pid: int
     status: int | None
     delivery: Delivery | None
+    seen: float = field(default_factory=boottime, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryEnded:
-    """A delivery is over without a word from its body, whose process may still be unwinding unless `known_dead`."""
+    """A delivery is over without a word from its body, whose process may still be unwinding unless `known_dead`.
+
+    Shape: `again` asks for another delivery at once, should the run still be ready; without it that waits until the
+    hint counts as lost, for what went wrong here before the claim would go wrong again.
+    """
 
     delivery: Delivery
     known_dead: bool
     reason: str
+    again: bool = True
 
 
-Incident = ChildLost | DeliveryEnded
+@dataclass(frozen=True, slots=True)
+class CancelAsked:
+    """A control command asks that runs be cancelled: those with these ids, and those with one of these stamps.
+
+    Shape: `found` says, once `done` is set, where each of them stands that is a durable run.
+    """
+
+    reason: str
+    ids: tuple[str, ...] = ()
+    stamps: Mapping[str, object] = field(default_factory=dict)
+    found: dict[str, RunState] = field(default_factory=dict)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+Incident = ChildLost | DeliveryEnded | CancelAsked
 
 
 class Incidents(Protocol):
-    """Takes what the main process sees happen to its children and deliveries.
+    """Takes what the main process sees happen to its children and deliveries, and what it is told of runs.
 
-    Both methods return at once and are safe in a signal handler: they queue, and nothing else.
+    All of it returns at once and is safe in a signal handler: it queues, and nothing else.
     """
 
     def child_lost(self, *, pid: int, status: int | None, delivery: Delivery | None) -> None:
         """Queue that a pool child has ended. `delivery` is what it was executing, when that is known."""
 
-    def delivery_ended(self, delivery: Delivery, *, known_dead: bool, reason: str) -> None:
+    def delivery_ended(self, delivery: Delivery, *, known_dead: bool, reason: str, again: bool = True) -> None:
         """Queue that a delivery is over: a time limit, a terminated or cancelled request, an exit of the body."""
+
+    def cancel_asked(self, asked: CancelAsked) -> None:
+        """Queue that runs are to be cancelled."""
 
     def start(self) -> None:
         """Start to act on what is queued. Called once, in the main process, after the pool has started."""
@@ -108,6 +135,12 @@ class DurableRuntime(Protocol):
         """Commit the runs of foreign messages, once per (id, nesting), in one transaction.
 
         Errors: any of psycopg or of this package; the caller decides which refuse a message and which are an outage.
+        """
+
+    def cancel_runs(self, ids: Sequence[str], reason: str) -> Mapping[str, RunState]:
+        """Commit that runs are to end as cancelled; return where each of them stands that exists.
+
+        Errors: DatabaseUnavailableError; repeating it is safe.
         """
 
     def has_run(self, run_id: str) -> bool:

@@ -8,16 +8,21 @@ a message that no child has begun goes back to the queue when this worker ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from celery.concurrency.solo import TaskPool as SoloPool
 from celery.utils.log import get_logger
 from celery.worker.strategy import default
+from kombu import common
 
 from umt_durable.bridge.fields import Fields
 from umt_durable.bridge.hint import EMPTY_BODY, VERSION
 from umt_durable.bridge.intake import ConsumerSide, refuse
+from umt_durable.bridge.leaving import is_leaving
 from umt_durable.bridge.message import HEADER, is_hint, parse_delivery
+from umt_durable.bridge.revoke import REVOKED, is_revoked
+from umt_durable.bridge.runtime import CancelAsked, runtime_of
 from umt_durable.errors import MessageRefusedError
 
 logger = get_logger(__name__)
@@ -42,6 +47,8 @@ _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
 }
 
 Act = Callable[..., Any]
+
+_ignored: Callable[..., AbstractContextManager[None]] = common.ignore_errors
 
 
 def durable_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Act:
@@ -72,6 +79,10 @@ class _Reception:
     def receive(self, message: Any, body: Any, ack: Act, reject: Act, callbacks: Any, **options: Any) -> None:
         """Hand a hint to the pool, have a foreign message taken in, or drop a message that is neither."""
 
+        if is_leaving():
+            self._leave_to_others(reject)
+            return
+
         def drop(error: Exception) -> None:
             refuse(self._task, run_id_of(message), error)
             reject(logger, self._consumer.connection_errors, requeue=False)
@@ -84,13 +95,28 @@ class _Reception:
 
         try:
             if is_hint(message.headers):
-                self._hand_on(message, safe_headers(message.headers, self._task), ack, reject, callbacks)
+                headers = safe_headers(message.headers, self._task)
+                if is_revoked(headers["id"], headers.get("stamps")):
+                    self._cancel(headers["id"], ack)
+                else:
+                    self._hand_on(message, headers, ack, reject, callbacks)
                 return
             foreign = parse_delivery(message, app=self._app)
         except MessageRefusedError as error:
             drop(error)
         else:
             self._side.take_in(foreign, finish)
+
+    def _leave_to_others(self, reject: Act) -> None:
+        """Requeue a message, and take no more: this worker shuts down, but its loop has not come to that yet."""
+        with _ignored(self._consumer):  # a connection that has just broken
+            self._consumer.task_consumer.cancel()
+        reject(logger, self._consumer.connection_errors, requeue=True)
+
+    def _cancel(self, run_id: str, ack: Act) -> None:
+        """Cancel a run whose id or stamps were revoked before it was there. No child gets this hint."""
+        runtime_of(self._app).incidents.cancel_asked(CancelAsked(REVOKED, (run_id,)))
+        ack(logger, self._consumer.connection_errors)
 
     def _hand_on(self, message: Any, headers: dict[str, Any], ack: Act, reject: Act, callbacks: Any) -> None:
         """Give a message to Celery's own strategy as a hint: nothing of its body is used, or even decoded."""

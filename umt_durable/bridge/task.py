@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING, Any, cast
 from celery import Task
 from celery.exceptions import Ignore
 
+from umt_durable.bridge.deliver import is_settled
+from umt_durable.bridge.replacing import leave_for
 from umt_durable.bridge.request import DurableRequest
 from umt_durable.bridge.strategy import STRATEGY
-from umt_durable.engine.context import has_context
+from umt_durable.engine.context import TaskContext, current_context, has_context
 from umt_durable.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
 
     from umt_durable.bridge.durable import Durable
+
+
+CELERYS_OWN = "celery."
+"""How the names of Celery's own tasks begin; these are never durable."""
 
 
 class DurableTask(Task):
@@ -40,18 +46,49 @@ class DurableTask(Task):
     durable_version: int = 1
     durable_takes_context: bool = False
     tracks_started: bool = False
+    is_ordinary: bool = False
+    """Whether the task only has this class because its app makes all tasks of it: Celery's own stay what they are."""
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
-        """Register the task with the app's `Durable` once Celery has bound it."""
-        durable_of(app).adopt(cls)
+        """Register the task with the app's `Durable` once Celery has bound it.
+
+        An app without one is left alone: a shared task is bound to every app of its process, and a `Durable` that is
+        made later looks for what was bound before.
+        """
+        if cls.name is not None and cls.name.startswith(CELERYS_OWN):
+            _make_ordinary(cls, app)
+        elif getattr(app, "umt_durable", None) is not None:
+            durable_of(app).adopt(cls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Execute one delivery; called directly, or by a durable body, it is the plain function."""
+        """Execute one delivery. Called directly it is the plain function, as Celery's tasks are.
+
+        A task that takes a context gets that of the durable body that calls it, whose journal it then writes to; called
+        from elsewhere it is executed here as a run of its own, as by `apply`.
+        Errors: DurableError when such a run is parked.
+        """
         request = self.request
-        if request.called_directly or has_context():
-            return self.run(*args, **kwargs)
-        return durable_of(self.app).perform(self, request, args, kwargs)
+        inside = has_context() and current_context().run_id == request.id
+        if not (self.is_ordinary or request.called_directly or inside or is_settled(request)):
+            return durable_of(self.app).perform(self, request, args, kwargs)
+        if not self.durable_takes_context or (args and isinstance(args[0], TaskContext)):
+            return super().__call__(*args, **kwargs)
+        if has_context():
+            return super().__call__(current_context(), *args, **kwargs)
+        return self.apply(args, kwargs, throw=True).get(disable_sync_subtasks=False)
+
+    def on_replace(self, sig: Any) -> Any:
+        """End the current run in favour of a signature; see Celery's `replace`, which calls this.
+
+        Keeps: the run ends and its successor begins, or is kept in the outbox, in one transaction.
+        """
+        request = self.request
+        if request.is_eager:
+            return sig.apply().get(disable_sync_subtasks=False)  # Celery's own refuses to wait inside an eager call
+        if not has_context() or current_context().run_id != request.id:
+            return super().on_replace(sig)
+        return leave_for(durable_of(self.app), sig)
 
     def enqueue(
         self,
@@ -124,6 +161,16 @@ def durable_of(app: Any) -> Durable:
     if durable is None:
         raise ConfigurationError(f"the Celery app {app.main!r} has durable tasks but no `Durable(app)`")
     return cast("Durable", durable)
+
+
+def _make_ordinary(task: type[DurableTask], app: Any) -> None:
+    """Give a task of Celery's own what Celery's task class would have given it."""
+    task.is_ordinary = True
+    task.Request, task.Strategy = Task.Request, Task.Strategy
+    task.acks_late, task.reject_on_worker_lost = app.conf.task_acks_late, app.conf.task_reject_on_worker_lost
+    task.retry_on_worker_lost = app.conf.get("task_retry_on_worker_lost")
+    task.track_started = app.conf.task_track_started
+    task.typing = app.strict_typing
 
 
 def ignore(reason: str) -> Ignore:

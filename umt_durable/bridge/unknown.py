@@ -12,7 +12,7 @@ from typing import Any
 from celery import bootsteps
 from celery.utils.log import get_logger
 
-from umt_durable.bridge.fields import MAX_ID
+from umt_durable.bridge.fields import MAX_ID, is_name
 from umt_durable.bridge.intake import ConsumerSide, refuse
 from umt_durable.bridge.message import is_hint
 from umt_durable.bridge.raw import RawGuard
@@ -63,8 +63,8 @@ class UnknownMessages(bootsteps.StartStopStep):
         name, run = _name_and_id(message)
         if is_hint(message.headers):
             self._leave_blocked(message, name, run)
-        elif not isinstance(run, str) or not 0 < len(run) <= MAX_ID:
-            self._drop(message, "its id is no text of 1 to 255 characters")
+        elif not isinstance(run, str) or not is_name(run):
+            self._drop(message, f"its id is no text of 1 to {MAX_ID} characters")
         else:
 
             def finish(known: bool) -> None:

@@ -1,0 +1,71 @@
+"""What `durable doctor` looks for in the tasks of an app: whether they still are what makes them durable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from celery.app.annotations import resolve_all
+
+from umt_durable.bridge.findings import Finding, Findings, fail, many, ok
+from umt_durable.bridge.request import DurableRequest
+from umt_durable.bridge.strategy import is_durable
+from umt_durable.bridge.task import DurableTask
+
+PINNED: Final = {
+    "acks_late": DurableTask.acks_late,
+    "reject_on_worker_lost": DurableTask.reject_on_worker_lost,
+    "retry_on_worker_lost": DurableTask.retry_on_worker_lost,
+}
+COST: Final = (
+    "what Celery does with a message whose worker dies then depends on this setting, beside what the run's row says"
+)
+
+
+def acks(app: Any) -> Findings:
+    """Look whether each durable task has the class attributes by which its row, and not a message, decides.
+
+    Whether a hint is acked after a failure or a time limit is not looked at: hints are acked before the body begins.
+    """
+    tasks = [task for task in app.tasks.values() if isinstance(task, DurableTask) and not task.is_ordinary]
+    bad = [*_overridden(app, tasks), *_replaced(tasks)]
+    yield from bad
+    if not bad:
+        yield ok(
+            "acks",
+            f"{len(tasks)} durable tasks pin their acks; task_acks_late, task_acks_on_failure_or_timeout and"
+            " task_reject_on_worker_lost hold for plain tasks only: a hint is acked when a child accepts it, and the"
+            " run's row, not the message, is what a lost worker leaves",
+        )
+
+
+def _overridden(app: Any, tasks: list[DurableTask]) -> Iterator[Finding]:
+    for name, pinned in PINNED.items():
+        others = [task for task in tasks if bool(getattr(task, name)) is not pinned]
+        noted = [task.name for task in others if _is_annotated(app, task, name)]
+        own = [task.name for task in others if task.name not in noted]
+        for found, where in ((noted, "by task_annotations"), (own, "by its class or decorator")):
+            if found:
+                yield fail(
+                    "acks",
+                    f"{name} of {many(found)} is made {not pinned} {where}: {COST}",
+                    f"take {name} out of {'task_annotations' if found is noted else 'the task'}: for durable tasks it"
+                    f" stays {pinned}",
+                )
+
+
+def _replaced(tasks: list[DurableTask]) -> Iterator[Finding]:
+    """Yield the tasks whose deliveries this package does not see: Celery would end their runs by itself."""
+    for task in tasks:
+        request: object = task.Request  # Celery takes a name too
+        is_ours = issubclass(request, DurableRequest) if isinstance(request, type) else request == DurableTask.Request
+        if not (is_ours and is_durable(task)):
+            yield fail(
+                "acks",
+                f"{task.name} has another Request or Strategy: Celery stores an outcome for a worker that died",
+                "take Request and Strategy out of the task's class and of task_annotations",
+            )
+
+
+def _is_annotated(app: Any, task: DurableTask, name: str) -> bool:
+    return any(name in each for each in resolve_all(app.annotations, type(task)))
