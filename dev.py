@@ -57,7 +57,7 @@ class SetupError(Exception):
 
 
 def demo(env: Environment, arguments: List[str]) -> Programs:
-    return [[env.program("python"), "examples/orders/demo.py", *arguments]]
+    return [[env.program("python"), "-m", "examples.orders.demo", *arguments]]
 
 
 def test(env: Environment, arguments: List[str]) -> Programs:
@@ -86,6 +86,11 @@ def types(env: Environment, arguments: List[str]) -> Programs:
     return [[env.program("python"), "-m", "mypy", *cache, *(arguments or present)]]
 
 
+def asked_for(argv: List[str]) -> List[str]:
+    """Return the extras that a command line asks for by name: `exec celery -A umt_durable flower` needs Flower."""
+    return ["flower"] if argv[0] == "exec" and "flower" in argv[1:] else []
+
+
 def shell(env: Environment, arguments: List[str]) -> Programs:
     return [[os.environ.get("SHELL") or "/bin/sh", *arguments]]
 
@@ -105,8 +110,8 @@ COMMANDS: Dict[str, Command] = {
     "test": Command("the test suite; arguments go to pytest", ("embedded", "flower", "test"), test),
     "lint": Command("ruff, import contracts and the grep gates", ("lint",), lint),
     "types": Command("mypy --strict", ("embedded", "flower", "test", "lint"), types),
-    "shell": Command("your shell with the environment on PATH", ("embedded", "flower"), shell),
-    "exec": Command("one program of the environment: exec celery -A umt_durable worker", ("embedded", "flower"), run),
+    "shell": Command("your shell with the environment on PATH", ("embedded",), shell),
+    "exec": Command("one program of the environment: exec celery -A umt_durable worker", ("embedded",), run),
     "down": Command("stop the embedded Postgres and Valkey of this folder", ("embedded",), down),
 }
 
@@ -120,6 +125,7 @@ def usage() -> str:
     """Return the help text: one line a command."""
     lines = ["usage: python3 dev.py COMMAND [ARGUMENTS]", ""]
     lines += [f"  {name:<7}{command.summary}" for name, command in COMMANDS.items()]
+    lines += ["", "Flower is installed where it is asked for: python3 dev.py exec celery -A umt_durable flower"]
     return "\n".join(lines)
 
 
@@ -316,7 +322,7 @@ def main(argv: List[str]) -> int:
     command = COMMANDS[argv[0]]
     try:
         check_machine(argv)
-        env = prepare(command.needs)
+        env = prepare([*command.needs, *asked_for(argv)])
         return start(command.programs(env, argv[1:]), env)
     except (SetupError, OSError) as error:
         say(str(error))

@@ -8,7 +8,6 @@ The last line of its output is one JSON object. Exit status 0: all promises held
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import time
@@ -25,7 +24,7 @@ from examples.orders.faults import Saboteur, plan
 from examples.orders.order import Order, Quote, Refusal, quote, read_orders, read_stock
 from examples.orders.processes import ProcessError
 from examples.orders.proof import Evidence, judge
-from examples.orders.stage import LEASE_SECONDS, Stage
+from examples.orders.stage import LEASE_SECONDS, Stage, take_environment
 from examples.orders.summary import Report, show
 from umt_durable.errors import DurableError
 
@@ -92,7 +91,7 @@ def _play(
     stage: Stage, options: Options, orders: Sequence[Order], quotes: Mapping[str, Quote | Refusal], display: Display
 ) -> Report:
     # The shop's Celery app reads the environment when it is imported, and the stage has just written it.
-    os.environ.update(stage.environ)
+    take_environment(stage.environ)
     from examples.orders.clients import Clients
 
     arrival = Arrival(len(orders))

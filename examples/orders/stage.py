@@ -7,7 +7,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ OUTAGE_SECONDS: Final = 1.0
 WORKERS: Final = 2
 RESTARTS: Final = 3
 GIVEN: Final = "DURABLE_DATABASE_URL"
+SETTINGS: Final = ("DURABLE_", "CELERY_")
 
 
 class Stage:
@@ -117,7 +118,7 @@ class Stage:
         bank = BankProcess(self.bank_log, self._seed)
         undo.callback(bank.stop)
         self.environ = {
-            **os.environ,
+            **without_settings(os.environ),
             GIVEN: self.database_url,
             "DURABLE_LEASE_SECONDS": str(LEASE_SECONDS),
             "CELERY_BROKER_URL": self._broker.url,
@@ -165,6 +166,18 @@ class Stage:
             self._say(f"to stop the servers: DURABLE_EMBEDDED_HOME={self.home} umt-durable down")
         else:
             shutil.rmtree(self.home, ignore_errors=True)
+
+
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without any setting of the library or of Celery: the demo's own ones hold."""
+    return {name: value for name, value in environ.items() if not name.startswith(SETTINGS)}
+
+
+def take_environment(environ: Mapping[str, str]) -> None:
+    """Make this process's environment the given one: what is not in it is gone."""
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
 
 
 def _drop_database(server_url: str, name: str) -> None:

@@ -1,0 +1,81 @@
+"""Code of a user, type-checked and never run: what `mypy --strict` must take without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, assert_type
+from uuid import UUID
+
+from celery import Celery
+from pydantic import BaseModel
+
+from umt_durable import Durable, History, RetryPolicy, Run, TaskContext, current_context
+from umt_durable.states import RunState
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+app = Celery("shop")
+durable = Durable(app)
+
+
+class Order(BaseModel):
+    number: str
+    pieces: int = 1
+
+
+class Receipt(BaseModel):
+    text: str
+
+
+def charge(order: Order, *, currency: str = "EUR") -> str:
+    return f"{order.number} {currency} {current_context().idempotency_key}"
+
+
+@durable.task(name="shop.fulfil", version=2, retry=RetryPolicy.NETWORK, raises=[ValueError], queue="orders")
+def fulfil(ctx: TaskContext, order: Order, note: str = "") -> Receipt:
+    paid = ctx.step.run("charge", charge, order, currency="USD")
+    assert_type(paid, str)
+    ctx.step.sleep("cooling-off", timedelta(days=2))
+    fact = ctx.step.wait_for_fact("approved", timeout=timedelta(days=14))
+    return Receipt(text=f"{paid} {note} {fact.payload['by']}")
+
+
+@durable.task
+def bare(ctx: TaskContext) -> int:
+    return ctx.attempt
+
+
+@durable.task()
+def called(ctx: TaskContext, number: int) -> list[int]:
+    return [number]
+
+
+def use(session: Session, order: Order) -> None:
+    first = fulfil.delay(order)
+    fulfil.delay(order, note="gift")
+    fulfil.enqueue(order, note="gift")
+    fulfil.enqueue(order, conn=session, idempotency_key=order.number, ref=order.number, attributes={"vip": True})
+    fulfil.enqueue(order, idempotency_key=order.number, idempotency_ttl=60.0)
+    fulfil.enqueue(order, ref="A-17")
+    fulfil.apply_async((order,), countdown=3, priority=9)
+    print(first.id, fulfil.name, fulfil.s(order), fulfil.si(order, "gift"), bare.delay(), called.si(3))
+    assert_type(fulfil(order), Receipt)
+    assert_type(bare(), int)
+    assert_type(called(3), list[int])
+
+
+def look(run_id: str) -> None:
+    run = durable.get(run_id)
+    assert_type(run, Run)
+    assert_type(durable.list(task="shop.fulfil", states=["failed", RunState.READY], limit=10), list[Run])
+    assert_type(durable.history(run_id), History)
+    assert_type(durable.signal(run_id, "approved", {"by": "ann"}, actor="ann"), UUID)
+    assert_type(durable.emit("paid", "A-17", dedupe="1"), UUID)
+    assert_type(durable.cancel(run_id, reason="asked"), UUID)
+    print(run.state.is_terminal, durable.history(run_id).attempts[0].outcome)
+
+
+def decorate(make: Callable[[TaskContext, str], bool]) -> None:
+    assert_type(durable.task(make, name="shop.made")("x"), bool)

@@ -1,0 +1,47 @@
+"""Mistakes of a user, type-checked and never run: each line that says so must be reported with that code."""
+
+from __future__ import annotations
+
+from celery import Celery
+
+from umt_durable import Durable, TaskContext
+
+app = Celery("shop")
+durable = Durable(app)
+
+
+def charge(amount: int) -> str:
+    return str(amount)
+
+
+@durable.task(name="shop.fulfil")
+def fulfil(ctx: TaskContext, order: str, pieces: int = 1) -> str:
+    ctx.step.run("charge", charge, order)  # expect: arg-type
+    ctx.step.runs("charge", charge, pieces)  # expect: attr-defined
+    count: int = ctx.step.run("charge", charge, pieces)  # expect: assignment
+    return ctx.step.run("charge", charge, count)
+
+
+@durable.task(name="shop.nothing")  # expect: arg-type
+def without_context(order: str) -> str:
+    return order
+
+
+@durable.task(name="shop.versions", version="2")  # expect: call-overload, untyped-decorator
+def versions(ctx: TaskContext) -> None: ...
+
+
+def use(run_id: str) -> None:
+    fulfil.delay(17)  # expect: arg-type
+    fulfil.delay("A-17", piece=2)  # expect: call-arg
+    fulfil.delay()  # expect: call-arg
+    fulfil.enqueue("A-17", pieces="2")  # expect: call-overload
+    fulfil.si("A-17", "2")  # expect: arg-type
+    fulfil.dealy("A-17")  # expect: attr-defined
+    number: int = fulfil("A-17")  # expect: assignment
+    print(durable.get(run_id).stat)  # expect: attr-defined
+    durable.list(tasks="shop.fulfil")  # expect: call-arg
+    print(durable.list()[0].states)  # expect: attr-defined
+    print(durable.history(run_id).step)  # expect: attr-defined
+    durable.signal(run_id, "approved", run=number)  # expect: call-arg
+    durable.cancel(17)  # expect: arg-type
