@@ -22,9 +22,10 @@ from celery import Celery, Task, signals
 from tests.support import gates
 from umt_durable.bridge import bootsteps
 from umt_durable.bridge.incidents import IncidentThread
-from umt_durable.bridge.runtime import CLAIM_KEY, NODE_VARIABLE, ChildLost, Incident
+from umt_durable.bridge.runtime import CLAIM_KEY, NODE_VARIABLE, CancelAsked, ChildLost, Incident
 from umt_durable.errors import SchemaError
 from umt_durable.settings import Settings
+from umt_durable.states import RunState
 
 RECORDS = "UMT_TEST_RECORDS"
 QUEUE = "UMT_TEST_QUEUE"
@@ -107,6 +108,11 @@ class Recording:
 
 def note_incident(incident: Incident) -> None:
     """Write an incident down."""
+    if isinstance(incident, CancelAsked):
+        record("cancel_asked", ids=list(incident.ids), reason=incident.reason)
+        incident.found.update(dict.fromkeys(incident.ids, RunState.RUNNING))
+        incident.done.set()
+        return
     delivery = incident.delivery
     found: dict[str, object] = {} if delivery is None else {"claim": delivery.claim.hex, "id": delivery.run}
     if isinstance(incident, ChildLost):

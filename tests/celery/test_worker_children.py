@@ -15,7 +15,7 @@ from kombu import asynchronous
 
 from tests.support.wait import until
 from umt_durable.bridge.children import Children
-from umt_durable.bridge.runtime import Delivery
+from umt_durable.bridge.runtime import CancelAsked, Delivery
 
 
 class Child(subprocess.Popen[bytes]):
@@ -62,8 +62,11 @@ class Seen:
         assert delivery is None
         self.lost.append((pid, status))
 
-    def delivery_ended(self, delivery: Delivery, *, known_dead: bool, reason: str) -> None:
+    def delivery_ended(self, delivery: Delivery, *, known_dead: bool, reason: str, again: bool = True) -> None:
         raise AssertionError("no delivery is known here")
+
+    def cancel_asked(self, asked: CancelAsked) -> None:
+        raise AssertionError("nobody asks for a cancel here")
 
     def start(self) -> None: ...
 

@@ -94,6 +94,8 @@ def test_item_of_a_redis_list_that_is_no_message_costs_one_log_line(redis_stage:
         *map(encoded, ([], 7, None, {}, {"properties": {}}, {"properties": {"delivery_tag": "t"}})),
         encoded({**good, "headers": ["task"]}),
         encoded({**good, "properties": {**tag, "delivery_info": {}}}),
+        encoded({**good, "properties": {**tag, "delivery_tag": "\ud800"}}),
+        encoded({**good, "properties": {**tag, "delivery_info": {"exchange": "", "routing_key": "\ud800"}}}),
         encoded({**good, "body": "x", "properties": {**tag, "body_encoding": "base64"}}),
         encoded({**good, "body": "x", "properties": {**tag, "body_encoding": "rot13"}}),
         encoded({**good, "body": 7, "properties": {**tag, "body_encoding": "base64"}}),
@@ -104,6 +106,40 @@ def test_item_of_a_redis_list_that_is_no_message_costs_one_log_line(redis_stage:
     stage.assert_works()
     assert worker.text().count("Refused a message") == len(items)
     assert "Traceback" not in worker.text()
+
+
+def test_i26_a_foreign_message_that_can_never_be_stored_costs_one_log_line(redis_stage: Stage) -> None:
+    stage = redis_stage
+    worker = stage.worker()
+    bad: list[tuple[str, str, str]] = [
+        ("rec.hold", "open.long", "x" * 4000),
+        ("rec.hold", "open.half", "x\ud800"),
+        ("rec.hold", "open.nul", "x\0"),
+        ("rec.nowhere", "a\0b", stage.queue),
+        ("rec.nowhere", "x\ud800", stage.queue),
+    ]
+
+    for task, run, routing_key in bad:
+        stage.push(
+            encoded(
+                {
+                    "body": EMPTY.decode(),
+                    "headers": {"task": task, "id": run, "lang": "py"},
+                    "properties": {
+                        "delivery_tag": f"tag {len(run)}{run[:2]!a}",
+                        "delivery_info": {"exchange": "", "routing_key": routing_key},
+                    },
+                    "content-type": "application/json",
+                    "content-encoding": "utf-8",
+                }
+            )
+        )
+
+    stage.assert_works()
+    stage.wait_held(0)
+    assert worker.text().count("Refused a message") == len(bad)
+    assert "Traceback" not in worker.text()
+    assert stage.records("asked") == []
 
 
 def encoded(item: object) -> bytes:

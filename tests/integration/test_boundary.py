@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from uuid import uuid4
 
 import psycopg
 import pytest
 from psycopg import sql
 
+from tests.support.engine import Engine
 from tests.support.postgres import drop_schema
 from tests.support.wait import until
 from umt_durable import TaskContext, TaskRegistry, define_task, migrate_engine_schema
@@ -103,6 +106,71 @@ def test_b4_a_users_page_joins_its_own_rows_with_runs_by_their_reference(
 
     assert any("run_ref" in line for (line,) in plan.fetchall())
     assert conn.execute(joined.format(sql.Identifier(schema))).fetchall() == [("order:17", "ready", {"vip": True})]
+
+
+DOCUMENTED = Path(__file__).resolve().parents[2] / "docs" / "reference" / "schema.md"
+
+
+def test_b3_every_table_has_the_documented_columns_and_no_other(conn: Connection, schema: str) -> None:
+    """Whoever adds a column has to say what it is for; business state has none."""
+    columns = "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = %s"
+    tables = dict.fromkeys(table for table, _ in conn.execute(columns, [schema]).fetchall())
+    documented = section_words(DOCUMENTED.read_text(encoding="utf-8"))
+
+    assert set(tables) - {"umt_version"} == set(documented)
+    for table in documented:
+        of_table = conn.execute(columns + " AND table_name = %s", [schema, table]).fetchall()
+        assert {column for _, column in of_table} - documented[table] == set(), table
+
+
+def section_words(page: str) -> dict[str, set[str]]:
+    """Return the words in code spans of the section of each table, and of the view, by its name."""
+    found: dict[str, set[str]] = {}
+    for title, text in re.findall(r"^#{2,3} (.+?)\n(.*?)(?=^#{2,3} |\Z)", page, re.DOTALL | re.MULTILINE):
+        names = ["run_view"] if title == "View" else re.findall(r"`(\w+)`", title)
+        words = {word for span in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"\w+", span)}
+        found |= dict.fromkeys(names, words)
+    return found
+
+
+def test_b5_looking_at_runs_changes_no_row(
+    conn: Connection, schema: str, database: Database, settings: Settings
+) -> None:
+    engine = Engine(database, settings)
+
+    @engine.task("shop.look")
+    def body(ctx: TaskContext) -> int:
+        ctx.step.wait_for_fact("paid")
+        return ctx.step.run("count", lambda: 1)
+
+    parked, _ = engine.run("shop.look")
+    ended, _ = engine.run("shop.look")
+    engine.client.signal(ended, "paid")
+    engine.route()
+    engine.process().deliver(ended, "shop.look")
+    ready = engine.start("shop.look", key="once")
+    engine.close()
+    before = all_rows(conn, schema)
+
+    for run_id in (parked, ended, ready):
+        engine.client.get(run_id)
+        engine.client.history(run_id)
+    assert {run.id for run in engine.client.list()} == {parked, ended, ready}
+    assert engine.client.result(engine.client.get(ended)) == 1
+
+    assert {"run", "attempt", "step", "wait", "fact", "outbox_event", "worker"} <= {table for table, *_ in before}
+    assert all_rows(conn, schema) == before
+
+
+def all_rows(conn: Connection, schema: str) -> list[tuple[str, str]]:
+    """Return every row of every table, with the transactions that wrote or locked it: an update in place shows."""
+    tables = conn.execute("SELECT tablename FROM pg_tables WHERE schemaname = %s ORDER BY 1", [schema]).fetchall()
+    found: list[tuple[str, str]] = []
+    for (table,) in tables:
+        query = sql.SQL("SELECT concat_ws(' ', t.xmin, t.xmax, t.ctid, t::text) FROM {}.{} AS t ORDER BY 1")
+        rows = conn.execute(query.format(sql.Identifier(schema), sql.Identifier(table))).fetchall()
+        found += [(table, row) for (row,) in rows]
+    return found
 
 
 def test_c10_a_schema_made_by_hand_from_the_printed_sql_takes_runs_over_the_users_own_connection(

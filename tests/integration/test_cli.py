@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import pytest
 
@@ -12,6 +13,7 @@ from umt_durable.database import Connection
 from umt_durable.engine import failures
 from umt_durable.settings import Settings
 
+DUE = datetime(2100, 1, 1, tzinfo=UTC)
 UNKNOWN = "3c7a1f7e-0000-4000-8000-000000000000"
 COMMANDS = (["status"], ["runs"], ["show", UNKNOWN], ["signal", UNKNOWN, "go"], ["cancel", UNKNOWN])
 
@@ -43,7 +45,7 @@ def write_history(conn: Connection, schema: str, run: str) -> None:
         f"INSERT INTO {schema}.wait (run, key, seq, name, address, mode) VALUES (%s, 'ok', 3, 'approved', 'a', 'first')"
     )
     conn.execute(wait.encode(), row)
-    set_state(conn, schema, run, "retrying", error=error, failures=1)
+    set_state(conn, schema, run, "retrying", error=error, failures=1, wake_at=DUE)
 
 
 # -- status -----------------------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def test_runs_are_listed_newest_first_in_cells_divided_by_tabs(cli: Cli) -> None
 
 def test_b5_runs_are_filtered_and_paged_by_number(cli: Cli, conn: Connection, schema: str) -> None:
     ids = [cli.tasks.one_step.apply_async((number,), ref=f"order:{number}").id for number in range(4)]
-    set_state(conn, schema, ids[2], "sleeping")
+    set_state(conn, schema, ids[2], "sleeping", wake_at=DUE)
 
     page = json.loads(cli("runs", "--limit", "2", "--json").stdout)
     rest = cli.lines("runs", "--limit", "2", "--before", str(page["before"]))

@@ -98,6 +98,13 @@ def test_a5_c8_the_function_connects_migrates_and_leaves_no_connection(empty: Se
     assert shape(url, empty.schema)["revision"] == [(head(),)]
 
 
+def test_sql_as_json_is_a_wrong_command_line(cli: Cli) -> None:
+    refused = cli("migrate", "--sql", "--json", status=2)
+
+    assert refused.stdout == ""
+    assert "--sql prints SQL: it cannot be combined with --json" in refused.stderr
+
+
 @pytest.mark.private_postgres_only
 @pytest.mark.parametrize("odd", ODD)
 def test_b2_the_sql_makes_the_same_schema_as_migrating_whatever_its_name(cli: Cli, database_url: str, odd: str) -> None:

@@ -51,7 +51,7 @@ def worker(conn: Connection, database: Database, cli: Cli) -> None:
 @pytest.mark.usefixtures("worker")
 def test_a_sound_deployment_has_nothing_that_fails(cli: Cli) -> None:
     assert findings(cli, "fail") == {}
-    assert {"database", "schema", "clock", "timeouts", "workers", "relay", "runs", "broker", "settings"} <= set(
+    assert {"database", "schema", "clock", "timeouts", "workers", "relay", "runs", "broker", "settings", "acks"} <= set(
         findings(cli, "ok")
     )
 
@@ -180,7 +180,7 @@ def test_a_sleep_longer_than_results_are_kept_is_measured_on_the_runs_there_are(
         f"UPDATE {schema}.run SET state = 'sleeping', wake_at = now() + interval '9 days' WHERE id = %s".encode(), [run]
     )
 
-    assert "9 days" in findings(cli, "warn")["result_expires"]["what"]
+    assert "9 days" in findings(cli, "fail")["result_expires"]["what"]
 
 
 # -- the server -------------------------------------------------------------------------------------------------------

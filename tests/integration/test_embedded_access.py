@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support import guard
+from tests.support import guard, skips
 from tests.support.embedded import User, as_user, pids, rows
 from umt_durable.embedded import PostgresServer, down
 from umt_durable.errors import EmbeddedError
@@ -43,7 +43,7 @@ def open_folder() -> Iterator[Path]:
 
 def need_root() -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root can act as other users")
+        skips.missing("only root can act as other users")
 
 
 INTRUDE = """

@@ -1,4 +1,4 @@
-"""Fencing on a real Postgres: zombies, take-overs, lost replies. One process per lease, frozen as SIGSTOP would."""
+"""Fencing on a real Postgres: zombies, take-overs, cancels. One process per lease, frozen as SIGSTOP would."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ from uuid import uuid4
 
 import psycopg
 import pytest
-from sqlalchemy import create_engine
-from sqlalchemy.orm import Session
 
 from tests.support.clock import Clock
-from tests.support.engine import Engine, Process, RecordingReporter, enter, in_thread
-from tests.support.proxy import Proxy
+from tests.support.engine import Engine, Gate, Process, RecordingReporter, in_thread, take_over
 from tests.support.wait import until, wait_for_row
 from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database
 from umt_durable.engine.attempt import PROOF_SECONDS
 from umt_durable.engine.context import TaskContext
-from umt_durable.engine.executor import Dropped, Finished, Parked
-from umt_durable.engine.retry import RetryPolicy
+from umt_durable.engine.executor import Dropped, Finished
 from umt_durable.settings import Settings
-from umt_durable.states import AttemptOutcome, RunState, StepState
+from umt_durable.states import AttemptOutcome, RunState
 from umt_durable.store import runs
 
 
@@ -33,34 +29,6 @@ def engine(database: Database, settings: Settings) -> Iterator[Engine]:
     engine = Engine(database, settings)
     yield engine
     engine.close()
-
-
-class Gate:
-    """A body stops here until the test lets it go on."""
-
-    def __init__(self) -> None:
-        self._reached, self._open = threading.Event(), threading.Event()
-
-    def pass_through(self, value: int = 0) -> int:
-        """Tell the test, wait for it, and return the value."""
-        self._reached.set()
-        assert self._open.wait(30)
-        return value
-
-    def wait_reached(self) -> None:
-        """Wait until a body is here."""
-        assert self._reached.wait(30)
-
-    def open(self) -> None:
-        """Let the body go on, and all later ones pass."""
-        self._open.set()
-
-
-def take_over(engine: Engine, clock: Clock) -> None:
-    """Let the leases of frozen processes end, take their runs over, and let the delay pass."""
-    clock.advance(seconds=engine.settings.lease_seconds + 1)
-    engine.sweep()
-    clock.advance(seconds=1)
 
 
 def test_i5_a_zombie_cannot_commit_a_step_after_the_take_over(engine: Engine, clock: Clock) -> None:
@@ -313,212 +281,6 @@ def test_i14_progress_gives_the_crash_budget_back(engine: Engine, clock: Clock) 
     assert isinstance(outcome, Finished)
 
 
-# -- ambiguous commits ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def proxied(proxied_url: str, schema: str, settings: Settings) -> Iterator[Engine]:
-    url = Settings(database_url=proxied_url, schema=schema, embedded=False, lease_seconds=settings.lease_seconds)
-    database = Database(url)
-    engine = Engine(database, url)
-    yield engine
-    engine.close()
-    database.close()
-
-
-@pytest.mark.parametrize("loss", ["reply", "statement"])
-@pytest.mark.parametrize(
-    "statement", ["claim_run", "commit_step", "finish_run", "start_sleep", "suspend_run", "record_try"]
-)
-def test_i24_repeating_a_statement_whose_reply_was_lost_gives_the_same_outcome(
-    proxied: Engine, database_proxy: Proxy, clock: Clock, statement: str, loss: str
-) -> None:
-    entered: list[str] = []
-
-    @proxied.task("t")
-    def body(ctx: TaskContext) -> int:
-        value = ctx.step.run("a", lambda: enter(entered, "a", 7))
-        ctx.step.sleep("nap", timedelta(minutes=1))
-        return value
-
-    @proxied.task("flaky")
-    def flaky(ctx: TaskContext) -> int:
-        def work() -> int:
-            entered.append("a")
-            if len(entered) == 1:
-                raise ValueError("once")
-            return 7
-
-        return ctx.step.options(retry=RetryPolicy(2, initial=timedelta(minutes=1))).run("a", work)
-
-    task = "flaky" if statement == "record_try" else "t"
-    run_id = proxied.start(task)
-    cut = database_proxy.cut_reply(statement) if loss == "reply" else database_proxy.cut_before(statement)
-    parked = proxied.process().deliver(run_id, task)
-    clock.advance(seconds=61)
-    proxied.timers()
-    outcome = proxied.process().deliver(run_id, task)
-
-    assert cut.fired == 1
-    assert isinstance(parked, Parked)
-    assert isinstance(outcome, Finished)
-    assert (outcome.state, outcome.value) == (RunState.SUCCEEDED, 7)
-    assert entered == (["a", "a"] if task == "flaky" else ["a"])
-    assert [step.state for step in proxied.client.history(run_id).steps] == [StepState.DONE] * (
-        1 if task == "flaky" else 2
-    )
-
-
-@pytest.mark.parametrize("statement", ["enqueue_run", "signal_run"])
-def test_i24_repeating_an_enqueue_or_signal_makes_no_second_one(
-    proxied: Engine, database_proxy: Proxy, conn: Connection, schema: str, statement: str
-) -> None:
-    @proxied.task("t")
-    def body(ctx: TaskContext) -> None:
-        ctx.step.wait_for_fact("go")
-
-    cut = database_proxy.cut_reply(statement)
-    run_id = proxied.start("t")
-    proxied.client.signal(run_id, "go", 1)
-
-    assert cut.fired == 1
-    assert len(proxied.client.list()) == 1
-    row = conn.execute(f"SELECT count(*) FROM \"{schema}\".fact WHERE name = 'go'".encode()).fetchone()
-    assert row == (1,)
-
-
-# -- the transactional step ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def ledger(conn: Connection, schema: str) -> str:
-    """Return a table of the application without a unique constraint, so that doubles show."""
-    name = f'"{schema}".ledger'
-    conn.execute(f"CREATE TABLE {name} (run text, amount int)".encode())
-    return name
-
-
-def booked(conn: Connection, ledger: str) -> int:
-    """Count the rows of the application's table."""
-    row = conn.execute(f"SELECT count(*) FROM {ledger}".encode()).fetchone()
-    assert row is not None
-    return int(row[0])
-
-
-@pytest.mark.parametrize("kind", ["psycopg", "sqlalchemy"])
-def test_i16_user_rows_and_the_recorded_result_commit_together(
-    engine: Engine, database: Database, conn: Connection, ledger: str, kind: str
-) -> None:
-    def book(tx: Any, run: str, amount: int) -> int:
-        if kind == "psycopg":
-            tx.execute(f"INSERT INTO {ledger} VALUES (%s, %s)".encode(), (run, amount))
-        else:
-            assert isinstance(tx, Session)
-            tx.connection().exec_driver_sql(f"INSERT INTO {ledger} VALUES (%s, %s)", (run, amount))
-        return amount * 2
-
-    source = create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(database.url))
-    binding = None if kind == "psycopg" else source
-
-    @engine.task("t")
-    def body(ctx: TaskContext, amount: int) -> int:
-        return ctx.step.transaction("book", book, ctx.run_id, amount, on=binding)
-
-    _, outcome = engine.run("t", 21)
-    source.dispose()
-
-    assert isinstance(outcome, Finished)
-    assert outcome.value == 42
-    assert booked(conn, ledger) == 1
-
-
-def test_i16_a_zombies_transaction_is_rolled_back_whole(
-    engine: Engine, conn: Connection, ledger: str, clock: Clock
-) -> None:
-    gate = Gate()
-    entered = [0]
-
-    def book(tx: Any) -> int:
-        entered[0] += 1
-        tx.execute(f"INSERT INTO {ledger} VALUES ('r', {entered[0]})".encode())
-        if entered[0] == 1:
-            gate.pass_through()
-        return entered[0]
-
-    @engine.task("t")
-    def body(ctx: TaskContext) -> int:
-        return ctx.step.transaction("book", book)
-
-    run_id, zombie, heir = engine.start("t"), engine.process(), engine.process()
-    with in_thread(lambda: zombie.deliver(run_id, "t")) as late:
-        gate.wait_reached()
-        zombie.freeze()
-        take_over(engine, clock)
-        outcome = heir.deliver(run_id, "t")
-        gate.open()
-
-    assert isinstance(outcome, Finished)
-    assert outcome.value == 2
-    assert isinstance(late[0], Dropped)
-    assert booked(conn, ledger) == 1
-
-
-def test_i16_a_result_that_cannot_be_stored_rolls_the_users_rows_back(
-    engine: Engine, conn: Connection, ledger: str
-) -> None:
-    def book(tx: Any) -> Any:
-        tx.execute(f"INSERT INTO {ledger} VALUES ('r', 1)".encode())
-        return {1, 2}
-
-    @engine.task("t")
-    def body(ctx: TaskContext) -> None:
-        ctx.step.transaction("book", book)
-
-    _, outcome = engine.run("t")
-
-    assert isinstance(outcome, Finished)
-    assert outcome.state is RunState.FAILED
-    assert booked(conn, ledger) == 0
-
-
-@pytest.mark.parametrize("committed", [True, False])
-def test_i16_i24_a_commit_whose_reply_was_lost_is_looked_up_before_anything_is_repeated(
-    engine: Engine, proxied_url: str, database_proxy: Proxy, conn: Connection, ledger: str, committed: bool
-) -> None:
-    entered = [0]
-
-    def book(tx: Any) -> int:
-        entered[0] += 1
-        tx.execute(f"INSERT INTO {ledger} VALUES ('r', 1)".encode())
-        return entered[0]
-
-    @engine.task("t")
-    def body(ctx: TaskContext) -> int:
-        return ctx.step.transaction("book", book, on=proxied_url)
-
-    if committed:
-        cut = database_proxy.cut_after_commit(match=b"commit_step")
-    else:
-        cut = database_proxy.cut_before("commit_step")
-    _, outcome = engine.run("t")
-
-    assert cut.fired == 1
-    assert isinstance(outcome, Finished)
-    assert outcome.state is RunState.SUCCEEDED
-    assert booked(conn, ledger) == 1
-    assert entered[0] == (1 if committed else 2)
-
-
-def wait_until_blocked(conn: Connection) -> None:
-    """Return once some backend of this database waits for a row lock."""
-    wait_for_row(
-        conn,
-        "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-        " AND query LIKE '/* commit_step */%%'",
-        (),
-    )
-
-
 def test_a_claim_with_a_dead_lease_is_refused(engine: Engine, clock: Clock) -> None:
     @engine.task("t")
     def body(ctx: TaskContext) -> None: ...
@@ -534,3 +296,28 @@ def test_a_claim_with_a_dead_lease_is_refused(engine: Engine, clock: Clock) -> N
         )
 
     assert grant is None
+
+
+def wait_until_blocked(conn: Connection) -> None:
+    """Return once some backend of this database waits for a row lock."""
+    wait_for_row(
+        conn,
+        "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        " AND query LIKE '/* commit_step */%%'",
+        (),
+    )
+
+
+def test_i25_a_hint_that_comes_after_a_jump_of_the_databases_clock_is_not_lost(engine: Engine, clock: Clock) -> None:
+    @engine.task("t")
+    def body(ctx: TaskContext) -> int:
+        return 7
+
+    process = engine.process()
+    worker = process.lease.ensure()
+    clock.advance(seconds=3600)
+    run_id = engine.start("t")
+    outcome = process.deliver(run_id, "t")
+
+    assert isinstance(outcome, Finished)
+    assert process.lease.ensure() != worker

@@ -37,10 +37,11 @@ def test_a_run_is_ready_for_another_process_and_repeats_nothing(engine: Engine, 
 
     @engine.task("t")
     def body(ctx: TaskContext) -> int:
-        first = ctx.step.run("first", partial(enter, entered), "first", 1)
+        first: int = ctx.step.run("first", partial(enter, entered), "first", 1)
         if len(entered) == 1:
             leave(leaver)
-        return first + ctx.step.run("second", partial(enter, entered), "second", 2)
+        second: int = ctx.step.run("second", partial(enter, entered), "second", 2)
+        return first + second
 
     run_id = engine.start("t")
     outcome = leaver.deliver(run_id, "t")
@@ -136,6 +137,7 @@ def test_crashes_counted_before_stay_counted(engine: Engine) -> None:
 
 def claimable_at_once(engine: Engine, run_id: str) -> None:
     """Return once the delay of a take-over is over."""
+
     def due() -> bool:
         with engine.database.connection() as conn:
             query = f"SELECT wake_at <= {engine.settings.schema}.now() FROM {engine.settings.schema}.run WHERE id = %s"

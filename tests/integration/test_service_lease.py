@@ -20,6 +20,7 @@ from tests.support.wait import until
 from umt_durable import telemetry
 from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database
+from umt_durable.services import lease as lease_module
 from umt_durable.services.lease import Lease
 from umt_durable.settings import Settings
 from umt_durable.store import workers
@@ -191,6 +192,50 @@ def test_a_pool_child_without_work_lets_its_lease_go_and_begins_another_when_the
     assert ended
     assert attempt.told == []
     assert lease.ensure() != old
+
+
+def test_a_lease_is_not_let_go_between_the_look_at_it_and_the_work_it_is_needed_for(
+    conn: Connection, make: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = make(idle_seconds=3600.0)
+    id = lease.ensure()
+    assert lease.term is not None
+    lease.term.until += 9000
+    aside: list[kit.Beside] = []
+
+    def slow_clock() -> float:
+        """Show two hours later, and have the lease let go, if it can be, while `ensure` reads the clock."""
+        if threading.current_thread().name.startswith("umt-durable"):
+            return boottime()  # the real keeper is not to meddle
+        if not aside:
+            lock: Any = lease._lock  # a lock of the system, of which the lease itself uses less
+            is_guarded = lock.locked()
+            aside.append(kit.Beside(lease.let_go))
+            if not is_guarded:
+                aside[0].result()
+        return boottime() + 7200
+
+    monkeypatch.setattr(lease_module, "boottime", slow_clock)
+    again = lease.ensure()
+    gone = aside[0].result()
+
+    assert gone is None
+    assert again == id
+    assert kit.table(conn, "SELECT lease_until > {}.now() FROM {}.worker WHERE id = %s", again) == [(True,)]
+
+
+def test_i19_a_worker_brings_more_runs_than_one_batch(
+    conn: Connection, make: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "BRING_BATCH", 2)
+    for _ in range(7):
+        kit.enqueue(conn)
+    kit.table(conn, "UPDATE {}.run SET redelivers = 3, deliver_by = {}.now() + interval '1 hour'")
+
+    make(versions=kit.DECLARED).ensure()
+
+    late = "SELECT count(*) FROM {}.run WHERE redelivers > 0 OR deliver_by > {}.now()"
+    until(lambda: kit.table(conn, late) == [(0,)], what="all runs to be due")
 
 
 def test_a_main_process_keeps_its_lease_without_work(conn: Connection, make: Callable[..., Lease]) -> None:

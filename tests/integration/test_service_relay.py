@@ -267,7 +267,7 @@ def test_i19_a_hint_nobody_can_use_is_not_published_and_the_worker_that_can_find
     counts = relay.run_once()
     before = Redispatch(database, settings).run_once()
     kit.worker(conn, versions=[kit.TASK, f"{kit.TASK}@2"])
-    runs.bring_versions(conn, [kit.TASK, f"{kit.TASK}@2"])
+    runs.bring_versions(conn, [kit.TASK, f"{kit.TASK}@2"], limit=10)
     after = Redispatch(database, settings).run_once()
     relay.run_once()
 

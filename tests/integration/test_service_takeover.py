@@ -16,13 +16,14 @@ from tests.support.clock import Clock
 from tests.support.postgres import PrivatePostgres
 from tests.support.wait import until
 from umt_durable import telemetry
+from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database
 from umt_durable.engine import failures
 from umt_durable.services import takeover
 from umt_durable.services.takeover import Sweeper
 from umt_durable.settings import Settings
 from umt_durable.states import AttemptOutcome, StepState
-from umt_durable.store import attempts, journal, runs
+from umt_durable.store import attempts, journal, runs, workers
 from umt_durable.store.guard import Guard
 
 DELAY = 0.2  # twice as long as a proof lasts (I7)
@@ -274,7 +275,7 @@ def crash(conn: Connection, database: Database, settings: Settings, run_id: str,
     worker = kit.worker(conn)
     grant = kit.claim(conn, run_id, worker)
     if step is not None:
-        assert journal.start(Guard(conn, grant.token), kit.entry(step)) is False
+        assert journal.start(Guard(conn, grant.token), kit.entry(step)) == journal.Started(cancel=False, granted=True)
     return takeover.end_process(database, node=worker, pid=4711, settings=settings, status=-signal.SIGSEGV)
 
 
@@ -327,6 +328,24 @@ def test_i21_runs_of_a_process_known_to_have_ended_go_on_at_once(
     assert kit.claim(conn, new.id, kit.worker(conn)).token.fence == 3
     assert [run for run, *_ in kit.events(conn)] == [kit.number(conn, new.id)]
     assert kit.state(conn, elsewhere.token.run) == "running"
+
+
+def test_i7_a_process_that_was_given_the_number_of_a_dead_one_keeps_its_lease_and_its_runs(
+    conn: Connection, database: Database, settings: Settings
+) -> None:
+    node = uuid4()
+    dead, alive = uuid4(), uuid4()
+    seen = boottime()
+    for id, at in ((dead, seen - 60), (alive, seen + 1)):
+        workers.register(conn, id=id, node=node, pid=7, host="h", lease_seconds=3.0, versions=kit.DECLARED, boottime=at)
+    lost, held = kit.enqueue(conn), kit.enqueue(conn)
+    kit.claim(conn, lost.id, dead)
+    kit.claim(conn, held.id, alive)
+
+    assert takeover.end_process(database, node=node, pid=7, settings=settings, seen=seen) == 1
+
+    assert (kit.state(conn, lost.id), kit.state(conn, held.id)) == ("ready", "running")
+    assert kit.table(conn, "SELECT lease_until > {}.now() FROM {}.worker WHERE id = %s", alive) == [(True,)]
 
 
 def test_a_process_that_held_nothing_ends_without_a_trace(

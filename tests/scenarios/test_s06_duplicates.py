@@ -9,6 +9,7 @@ import pytest
 from tests.support.apps import Tasks
 from tests.support.bodylog import BodyLog
 from tests.support.brokers import Broker, wait_until_empty
+from tests.support.gates import Gates
 from tests.support.queues import QUEUE
 from tests.support.wait import until
 from tests.support.workers import Pool, Worker
@@ -21,19 +22,9 @@ from umt_durable.store import workers
 pytestmark = pytest.mark.processes
 
 
-def test_s06_i3_i24_twenty_copies_of_a_hint_make_one_execution(
-    tasks: Tasks,
-    start_worker: Callable[..., Worker],
-    wait_for_state: Callable[..., None],
-    broker: Broker,
-    body_log: BodyLog,
-    conn: Connection,
-    pool: Pool,
-) -> None:
-    start_worker(pool=pool, concurrency=2 if pool != "solo" else 1)
-    result = tasks.ten_steps.delay()
-    wait_for_state(result.id, RunState.SUCCEEDED)
-    run = tasks.durable.get(result.id)
+def send_copies(tasks: Tasks, run_id: str, times: int) -> None:
+    """Publish the hint of a run's first ready period again, so many times."""
+    run = tasks.durable.get(run_id)
     copy = hint(
         tasks.app,
         key=event_id(run.no, 0, "run", 0),
@@ -45,9 +36,8 @@ def test_s06_i3_i24_twenty_copies_of_a_hint_make_one_execution(
         gen=0,
         envelope=None,
     )
-
     with tasks.app.connection_for_write() as connection, connection.Producer() as producer:
-        for _ in range(20):
+        for _ in range(times):
             producer.publish(
                 copy.body,
                 exchange=copy.exchange,
@@ -57,11 +47,41 @@ def test_s06_i3_i24_twenty_copies_of_a_hint_make_one_execution(
                 headers=dict(copy.headers),
                 correlation_id=run.id,
             )
+
+
+def wait_for_duplicates(conn: Connection, times: int) -> None:
+    """Return once so many deliveries were counted as duplicates."""
     until(
-        lambda: workers.sum_counters(conn).get("duplicate_delivery", 0) >= 20,
+        lambda: workers.sum_counters(conn).get("duplicate_delivery", 0) >= times,
         timeout=30,
-        what="20 deliveries to be counted as duplicates",
+        what=f"{times} deliveries to be counted as duplicates",
     )
+
+
+def test_s06_i3_i24_twenty_copies_of_a_hint_make_one_execution(
+    tasks: Tasks,
+    start_worker: Callable[..., Worker],
+    wait_for_state: Callable[..., None],
+    broker: Broker,
+    body_log: BodyLog,
+    gates: Gates,
+    conn: Connection,
+    pool: Pool,
+) -> None:
+    """Half of them arrive while the run is inside a step, the others after it has ended."""
+    start_worker(pool=pool, concurrency=2 if pool != "solo" else 1)
+    gates.close("six")
+    result = tasks.ten_steps.delay(gate_step=6, gate="six")
+    gates.wait("six")
+
+    send_copies(tasks, result.id, 10)
+    if pool != "solo":  # its one slot is in the body: there they are met afterwards
+        wait_for_duplicates(conn, 10)
+    assert tasks.durable.get(result.id).state is RunState.RUNNING
+    gates.open("six")
+    wait_for_state(result.id, RunState.SUCCEEDED)
+    send_copies(tasks, result.id, 10)
+    wait_for_duplicates(conn, 20)
     wait_until_empty(broker, QUEUE)
 
     assert body_log.counts(result.id) == {f"step-{number}": 1 for number in range(1, 11)}

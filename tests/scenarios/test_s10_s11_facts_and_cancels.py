@@ -11,7 +11,9 @@ from tests.support.apps import Tasks
 from tests.support.bodylog import BodyLog
 from tests.support.brokers import Broker
 from tests.support.clock import Clock
+from tests.support.wait import wait_for_value
 from tests.support.workers import Worker
+from umt_durable.database import Connection
 from umt_durable.states import RunState, WaitState
 
 pytestmark = pytest.mark.processes
@@ -23,6 +25,8 @@ def test_s10_i8_i9_early_late_and_wrong_facts(
     wait_for_state: Callable[..., None],
     broker: Broker,
     clock: Clock,
+    conn: Connection,
+    schema: str,
 ) -> None:
     start_worker(pool="threads", concurrency=2)
     early = tasks.waiter.apply_async(("approved",), countdown=3600)
@@ -36,9 +40,14 @@ def test_s10_i8_i9_early_late_and_wrong_facts(
     wait_for_state(early.id, RunState.SUCCEEDED)
     wait_for_state(late.id, RunState.FAILED)
     tasks.durable.signal(late.id, "approved", "too late")
+    unrouted = f"SELECT count(*) FROM {schema}.fact WHERE routed_at IS NULL"
+    wait_for_value(conn, unrouted, 0, timeout=30)  # only now has a router looked for whom the late fact is
 
+    facts = conn.execute(f"SELECT count(*) FROM {schema}.fact WHERE name = 'approved'".encode()).fetchone()
+    assert facts == (2,)
     assert early.get(timeout=30) == "before"
     assert [wait.state for wait in tasks.durable.history(late.id).waits] == [WaitState.TIMED_OUT]
+    assert tasks.durable.get(late.id).state is RunState.FAILED
     assert tasks.durable.get(wrong.id).state is RunState.WAITING
     tasks.durable.emit("paid", "order-1", "ours")
     wait_for_state(wrong.id, RunState.SUCCEEDED)

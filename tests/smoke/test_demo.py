@@ -15,15 +15,22 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+OF_ANOTHER_APP = {
+    "DURABLE_SCHEMA": "foo",
+    "DURABLE_LEASE_SECONDS": "600",
+    "DURABLE_WORKER_SERVICES": "0",
+    "CELERY_BROKER_URL": "redis://127.0.0.1:1/0",
+    "CELERY_BROKER_WRITE_URL": "redis://127.0.0.1:1/0",
+}
 
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """The environment of a new user: an empty HOME and no service configured."""
+    """The environment of a new user with an empty HOME, and of one whose shell is set up for an app of their own."""
     kept = {name: value for name, value in os.environ.items() if not re.match("DURABLE_|CELERY_|SHOP_|COVERAGE_", name)}
     home = tmp_path / "home"
     home.mkdir()
-    return {**kept, "HOME": str(home), "TMPDIR": str(tmp_path)}
+    return {**kept, **OF_ANOTHER_APP, "HOME": str(home), "TMPDIR": str(tmp_path)}
 
 
 def start(environ: dict[str, str], *options: str) -> subprocess.Popen[str]:

@@ -88,7 +88,7 @@ def test_without_ensurepip_and_uv_it_names_both_ways_out(project: Path) -> None:
 
 
 def test_arguments_and_exit_status_pass_through_and_stdout_is_the_commands(project: Path) -> None:
-    complete(project, "core", "embedded", "flower")
+    complete(project, "core", "embedded")
 
     done = dev_py(project, "exec", "python", "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "-k", "a b")
 
@@ -98,7 +98,7 @@ def test_arguments_and_exit_status_pass_through_and_stdout_is_the_commands(proje
 
 
 def test_signals_reach_the_command(project: Path) -> None:
-    complete(project, "core", "embedded", "flower")
+    complete(project, "core", "embedded")
     program = "import os, signal, sys; print(os.getpid(), flush=True); signal.sigwait([signal.SIGUSR1]); sys.exit(9)"
     blocked = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); {program}"
     command = [sys.executable, "dev.py", "exec", "python", "-c", blocked]
@@ -110,6 +110,20 @@ def test_signals_reach_the_command(project: Path) -> None:
 
         assert process.wait(timeout=30) == 9
         assert child == process.pid
+
+
+def test_flower_is_installed_only_where_a_command_names_it(project: Path) -> None:
+    assert all("flower" not in dev.COMMANDS[name].needs for name in ("exec", "shell", "demo", "down"))
+    assert dev.asked_for(["exec", "celery", "-A", "umt_durable", "flower"]) == ["flower"]
+    assert dev.asked_for(["exec", "celery", "-A", "umt_durable", "worker"]) == []
+    assert dev.asked_for(["test", "-k", "flower"]) == []
+    assert "exec celery -A umt_durable flower" in dev_py(project).stdout
+
+
+def test_the_demo_is_a_module_so_that_its_folder_hides_no_other_module(project: Path) -> None:
+    [command] = dev.demo(dev.Environment(project / ".venv", True), ["--seed", "3"])
+
+    assert command[1:] == ["-m", "examples.orders.demo", "--seed", "3"]
 
 
 def test_an_installed_group_is_not_installed_again_until_the_requirements_change(project: Path) -> None:

@@ -217,6 +217,15 @@ def test_dev_runs_the_pair_and_a_worker_until_it_is_asked_to_end(project: Projec
     assert "no embedded pair runs" in project.run("umt-durable", "down").stdout
 
 
+def test_dev_env_without_a_running_pair_says_how_to_start_one_and_starts_none(project: Project) -> None:
+    done = project.run("umt-durable", "dev", "--env")
+
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == "Error: no pair is running: start it with `umt-durable dev`\n"
+    assert not project.home.exists()
+
+
 def test_dev_migrates_no_database_that_the_apps_own_code_names(project: Project, settings: Settings) -> None:
     project.write(
         "mine.py",

@@ -22,6 +22,8 @@ from tests.support.queues import QUEUE
 from umt_durable import Durable, DurableTask, RetryPolicy, StepFailedError, TaskContext, current_context
 
 LEDGER = "UMT_TEST_LEDGER"
+REDELIVERY = "UMT_TEST_REDELIVERY_SECONDS"
+"""After how many seconds Redis gives out again what nobody has acked; its own is an hour, and only Redis has one."""
 
 
 def log_and_pass(step: str, value: int, gate: str = "") -> int:
@@ -39,9 +41,10 @@ def write_ledger(step: str, value: int) -> int:
         return value
 
 
-def book(tx: Any, step: str, value: int) -> int:
-    """Write one row into the same ledger through the step's own transaction."""
+def book(tx: Any, step: str, value: int, gate: str = "") -> int:
+    """Write one row into the same ledger through the step's own transaction, which is open while it stops at a gate."""
     with bodylog.body(step):
+        gates.pass_through(gate)
         tx.execute(f"INSERT INTO {os.environ[LEDGER]} (step, value) VALUES (%s, %s)".encode(), (step, value))
         return value
 
@@ -89,6 +92,9 @@ def build(environ: Mapping[str, str] | None = None) -> Tasks:
     environ = os.environ if environ is None else environ
     app = Celery("umt-tests", broker=environ.get("CELERY_BROKER_URL"), backend=environ.get("CELERY_RESULT_BACKEND"))
     app.conf.update(task_default_queue=QUEUE, worker_prefetch_multiplier=1, broker_connection_retry_on_startup=True)
+    if REDELIVERY in environ:
+        again = {"unacked_restore_interval": 1, "unacked_restore_throttle": 1}
+        app.conf.broker_transport_options = {"visibility_timeout": float(environ[REDELIVERY]), **again}
     durable = Durable(app, **_given(environ))
     return Tasks(app=app, durable=durable, **_durable_tasks(durable), **_plain_tasks(app))
 
@@ -119,8 +125,8 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
         return ctx.step.run("write", write_ledger, "write", value)
 
     @durable.task(name="tests.booking", version=1)
-    def booking(ctx: TaskContext, value: int) -> int:
-        return ctx.step.transaction("book", book, "book", value)
+    def booking(ctx: TaskContext, value: int, gate: str = "") -> int:
+        return ctx.step.transaction("book", book, "book", value, gate)
 
     @durable.task(name="tests.sleeper", version=1)
     def sleeper(ctx: TaskContext, seconds: float, value: int = 0) -> int:

@@ -41,6 +41,7 @@ class Canvas:
     long_nap: Any
     family: Any
     options: Any
+    held: Any
     add: Any
     total: Any
     boom: Any
@@ -150,7 +151,11 @@ def _more_tasks(durable: Durable) -> dict[str, Any]:
         said = {name: getattr(request, name) for name in names}
         return {**said, "value": value, "mine": (request.headers or {}).get("mine"), "priority": ctx.priority}
 
-    return {"classic": classic, "classic_swap": classic_swap, "options": options}
+    @durable.task(name="canvas.held")
+    def held(ctx: TaskContext) -> int:
+        return int(ctx.step.wait_for_fact("go").payload)
+
+    return {"classic": classic, "classic_swap": classic_swap, "options": options, "held": held}
 
 
 def _plain_tasks(app: Celery) -> dict[str, Any]:
@@ -197,6 +202,8 @@ def _replacement(kind: str, value: int, hop: Any, app: Celery) -> Any:
     match kind:
         case "durable":
             return hop.s(value, naps=1, add=10)
+        case "durable-now":
+            return hop.s(value, add=10)
         case "ordinary":
             return add.s(value, 10)
         case "chain":

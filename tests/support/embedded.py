@@ -16,9 +16,8 @@ from typing import Any
 
 import psutil
 import psycopg
-import pytest
 
-from tests.support import guard
+from tests.support import guard, skips
 from umt_durable.embedded import Pair, PostgresServer, ValkeyServer
 from umt_durable.embedded.resp import Connection, Reply
 
@@ -149,11 +148,11 @@ def as_user(uid: int | None) -> list[str]:
         return [sys.executable]
     setpriv = shutil.which("setpriv")
     if os.geteuid() != 0 or setpriv is None:
-        pytest.skip("only root can act as other users, through setpriv")
+        skips.missing("only root can act as other users, through setpriv")
     argv = [setpriv, f"--reuid={uid}", f"--regid={uid}", "--clear-groups", sys.executable]
     trial = subprocess.run([*argv, "-c", "import psycopg, psutil"], cwd="/", capture_output=True, check=False)
     if trial.returncode != 0:
-        pytest.skip("this interpreter is installed where no other user can run it")
+        skips.missing("this interpreter is installed where no other user can run it")
     return argv
 
 

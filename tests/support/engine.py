@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
+from tests.support.clock import Clock
 from umt_durable import codec
 from umt_durable.database import Database
 from umt_durable.engine.client import Client
@@ -160,6 +161,34 @@ class Engine:
         """End the processes."""
         for process in self._processes:
             process.lease.stop()
+
+
+class Gate:
+    """A body stops here until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self._reached, self._open = threading.Event(), threading.Event()
+
+    def pass_through(self, value: int = 0) -> int:
+        """Tell the test, wait for it, and return the value."""
+        self._reached.set()
+        assert self._open.wait(30)
+        return value
+
+    def wait_reached(self) -> None:
+        """Wait until a body is here."""
+        assert self._reached.wait(30)
+
+    def open(self) -> None:
+        """Let the body go on, and all later ones pass."""
+        self._open.set()
+
+
+def take_over(engine: Engine, clock: Clock) -> None:
+    """Let the leases of frozen processes end, take their runs over, and let the delay pass."""
+    clock.advance(seconds=engine.settings.lease_seconds + 1)
+    engine.sweep()
+    clock.advance(seconds=1)
 
 
 T = TypeVar("T")

@@ -66,6 +66,9 @@ class Proxy:
         self._jitter = 0.0
         self._slice = _CHUNK
         self.connections = 0
+        """How many connections to the target were made."""
+        self.accepted = 0
+        """How many clients were let in, those included that were then left to wait."""
         self._loop = asyncio.new_event_loop()
         self._flowing = asyncio.Event()
         self._flowing.set()
@@ -188,6 +191,7 @@ class Proxy:
         return len(pairs)
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
         task = self._loop.create_task(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -230,6 +230,9 @@ def _private(folder: Path) -> Rabbit:
         until(lambda: speaks_amqp(port) or started[-1].poll() is not None, timeout=60, what="RabbitMQ", diagnose=tail)
         if started[-1].poll() is not None:
             raise NoRabbitError(f"{server} does not start: {tail()[-300:]}")
+    except AssertionError as late:
+        close()
+        raise NoRabbitError(f"{server} does not answer: {str(late)[-300:]}") from late
     except BaseException:
         close()
         raise

@@ -8,10 +8,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
+from click.testing import CliRunner
 from kombu.entity import Queue
 
-from umt_durable.bridge import checks_database, checks_runs, checks_settings
+from umt_durable import Durable, DurableTask, TaskContext
+from umt_durable.bridge import checks_database, checks_runs, checks_settings, checks_tasks, doctor
+from umt_durable.bridge.cli import durable as durable_group
 from umt_durable.bridge.findings import Finding, Level, many
 from umt_durable.settings import Settings
 from umt_durable.store.diagnosis import OpenTransaction, Server, Timeouts
@@ -168,15 +171,143 @@ def test_a_chord_that_ends_before_its_members_wake_is_a_failure(app: Celery) -> 
     assert of_settings(app, result_chord_expires=7 * day, longest=14 * day) == {"result_chord_expires": Level.FAIL}
 
 
-def test_results_that_end_before_their_run_are_told(app: Celery) -> None:
-    assert of_settings(app, result_expires=3600, longest=7200.0) == {"result_expires": Level.WARN}
+def test_results_that_end_before_their_run_are_a_failure(app: Celery) -> None:
+    assert of_settings(app, result_expires=7200, longest=3600.0) == {}
+    assert of_settings(app, result_expires=3600, longest=7200.0) == {"result_expires": Level.FAIL}
 
 
-@pytest.mark.parametrize(("seconds", "is_well"), [(3600, True), (120, True), (30, False)])
-def test_a_visibility_timeout_shorter_than_hints_are_held_is_told(app: Celery, seconds: int, is_well: bool) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "level"), [(3600, None), (120, None), (100, Level.WARN), (59, Level.FAIL), (0, Level.FAIL)]
+)
+def test_a_visibility_timeout_shorter_than_hints_are_held_is_told(
+    app: Celery, seconds: int, level: Level | None
+) -> None:
     found = of_settings(app, broker_transport_options={"visibility_timeout": seconds})
 
-    assert found == ({} if is_well else {"visibility_timeout": Level.WARN})
+    assert found == ({} if level is None else {"visibility_timeout": level})
+
+
+def test_a_visibility_timeout_shorter_than_the_lease_is_a_failure(app: Celery) -> None:
+    app.conf.broker_transport_options = {"visibility_timeout": 200}
+    settings = replace(SETTINGS, lease_seconds=300.0)
+
+    found = levels(checks_settings.celery_settings(app.conf, settings, longest_parked=None))
+
+    assert found == {"visibility_timeout": Level.FAIL}
+
+
+# -- acks -------------------------------------------------------------------------------------------------------------
+
+
+def pinned(ctx: TaskContext) -> None:
+    """Be the body of a durable task."""
+
+
+def own_body(self: Any) -> None:
+    """Be the body of a task with a class of its own."""
+
+
+def of_acks(app: Celery) -> dict[str, Level]:
+    app.finalize(auto=True)
+    return levels(checks_tasks.acks(app))
+
+
+def test_app_wide_ack_settings_do_not_reach_durable_tasks(app: Celery) -> None:
+    app.conf.update(
+        task_acks_late=False,
+        task_acks_on_failure_or_timeout=False,
+        task_reject_on_worker_lost=False,
+        task_retry_on_worker_lost=True,
+    )
+    Durable(app).task(pinned, name="doctor.pinned")
+    app.finalize(auto=True)
+
+    [found] = checks_tasks.acks(app)
+
+    assert found.level is Level.OK
+    assert "1 durable tasks pin their acks" in found.what
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("acks_late", False), ("reject_on_worker_lost", False), ("retry_on_worker_lost", True)]
+)
+@pytest.mark.parametrize("key", ["doctor.pinned", "*"])
+def test_an_annotation_that_overrides_a_pin_is_a_failure(app: Celery, key: str, name: str, value: bool) -> None:
+    app.conf.task_annotations = {key: {name: value}}
+    Durable(app).task(pinned, name="doctor.pinned")
+
+    assert of_acks(app) == {"acks": Level.FAIL}
+    [found] = checks_tasks.acks(app)
+    assert f"{name} of doctor.pinned is made {value} by task_annotations" in found.what
+    assert found.fix.startswith(f"take {name} out of task_annotations")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("acks_late", False), ("reject_on_worker_lost", False), ("retry_on_worker_lost", True)]
+)
+def test_a_class_that_overrides_a_pin_is_a_failure(app: Celery, name: str, value: bool) -> None:
+    Durable(app)
+    own = type("Own", (DurableTask,), {"abstract": True, name: value})
+    app.task(own_body, name="doctor.own", base=own, bind=True, shared=False)
+
+    assert of_acks(app) == {"acks": Level.FAIL}
+    [found] = checks_tasks.acks(app)
+    assert f"{name} of doctor.own is made {value} by its class" in found.what
+
+
+@pytest.mark.parametrize("name", ["Request", "Strategy"])
+def test_a_task_that_is_received_by_celery_itself_is_a_failure(app: Celery, name: str) -> None:
+    app.conf.task_annotations = {"doctor.pinned": {name: getattr(Task, name)}}
+    Durable(app).task(pinned, name="doctor.pinned")
+
+    assert of_acks(app) == {"acks": Level.FAIL}
+
+
+@pytest.mark.parametrize("name", ["acks_on_failure", "acks_on_timeout", "acks_on_failure_or_timeout"])
+def test_acks_after_a_failure_do_not_matter_to_a_durable_task(app: Celery, name: str) -> None:
+    app.conf.task_annotations = {"doctor.pinned": {name: False}}
+    Durable(app).task(pinned, name="doctor.pinned")
+
+    assert of_acks(app) == {}
+
+
+# -- the exit status --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("conf", "longest", "status"),
+    [
+        ({}, None, 0),
+        ({"result_backend": None}, None, 0),
+        ({"worker_pool": "eventlet"}, None, 1),
+        ({"task_always_eager": True}, None, 1),
+        ({"accept_content": ["json", "pickle"]}, None, 1),
+        ({"broker_transport_options": {"visibility_timeout": 30}}, None, 1),
+        ({"result_expires": 3600}, 7200.0, 1),
+        ({"result_chord_expires": 3600}, 7200.0, 1),
+        ({"task_annotations": {"*": {"acks_late": False}}}, None, 1),
+        ({"task_annotations": {"*": {"reject_on_worker_lost": False}}}, None, 1),
+        ({"task_annotations": {"*": {"retry_on_worker_lost": True}}}, None, 1),
+        ({"task_annotations": {"*": {"Strategy": Task.Strategy}}}, None, 1),
+    ],
+    ids=str,
+)
+def test_doctor_exits_with_1_for_each_setting_under_which_runs_can_be_lost(
+    app: Celery, monkeypatch: pytest.MonkeyPatch, conf: dict[str, Any], longest: float | None, status: int
+) -> None:
+    app.conf.update(conf)
+    Durable(app).task(pinned, name="doctor.pinned")
+    app.finalize(auto=True)
+
+    def examine(project: object) -> Iterator[Finding]:
+        yield from checks_settings.celery_settings(app.conf, SETTINGS, longest_parked=longest)
+        yield from checks_tasks.acks(app)
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    done = CliRunner().invoke(durable_group, ["doctor"])
+
+    assert done.exit_code == status, done.output
+    assert ("fail\t" in done.output) is (status == 1)
 
 
 def test_a_queue_that_a_restart_of_the_broker_loses_is_named(app: Celery) -> None:

@@ -153,5 +153,13 @@ def test_a_worker_is_started_in_the_main_thread_only(engine: TaskEngine) -> None
 
 
 def test_c1_stop_may_be_repeated(engine: TaskEngine) -> None:
+    before = threading.active_count()
+    lease = engine.durable.process_lease
+    lease.start()
+    assert threading.active_count() > before
+
     engine.stop()
     engine.stop()
+
+    assert lease.stopping
+    assert threading.active_count() == before

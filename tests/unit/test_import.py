@@ -64,7 +64,7 @@ def test_every_public_name_is_found(name: str) -> None:
     assert name in dir(umt_durable)
 
 
-def test_the_public_names_are_sorted_and_are_those_that_type_checkers_see() -> None:
+def test_b1_the_public_names_are_sorted_and_are_those_that_type_checkers_see() -> None:
     tree = ast.parse((ROOT / "umt_durable" / "__init__.py").read_text())
     [block] = [node for node in tree.body if isinstance(node, ast.If)]
     seen = {alias.name for node in ast.walk(block) if isinstance(node, ast.ImportFrom) for alias in node.names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 import zlib
 from datetime import UTC, datetime
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import skips
 from tests.unit.message_kit import GOOD, delivery, json_values
 from umt_durable.bridge.message import (
     Envelope,
@@ -129,7 +131,9 @@ def test_a_compressed_message_is_read_and_not_compressed_again() -> None:
 
 
 def test_i3_msgpack_is_read() -> None:
-    msgpack = pytest.importorskip("msgpack", reason="msgpack is not installed")
+    if importlib.util.find_spec("msgpack") is None:
+        skips.missing("msgpack is not installed")
+    msgpack = importlib.import_module("msgpack")
     raw = msgpack.packb([[1], {"b": 2}, None])
 
     message = parse_delivery(delivery(raw=raw, content_type="application/x-msgpack"))
@@ -168,7 +172,10 @@ def test_i27_a_pickle_is_never_loaded(protocol: int) -> None:
             for raw in (b"[{}, {}, null]", b"[[], [], null]", b"[[], {}, []]", b'["SECRET", {}, null]')
         ),
         *(delivery({**GOOD, "id": value}) for value in (None, "", "x" * 256, "a\0b", 7, ["SECRET"], "\ud800")),
-        *(delivery({**GOOD, "task": value}) for value in ("x" * 256, 7, ["SECRET"])),
+        *(delivery({**GOOD, "task": value}) for value in ("x" * 256, 7, ["SECRET"], "a\0b", "\ud800")),
+        *(delivery(routing_key=value) for value in ("", "x" * 256, "a\0b", "x\ud800")),
+        *(delivery(exchange="news", routing_key=value) for value in ("x" * 256, "a\0b", "x\ud800")),
+        *(delivery(exchange=value, routing_key="orders") for value in ("x" * 256, "a\0b", "x\ud800")),
         *(delivery({**GOOD, "eta": value}) for value in ("SECRET", 7, ["x"], "2026-13-01", "9" * 400)),
         *(delivery({**GOOD, "expires": value}) for value in ("SECRET", {"a": 1})),
         *(delivery({**GOOD, "timelimit": value}) for value in (7, [1], [1, 2, 3], ["SECRET", None], [-1, None])),

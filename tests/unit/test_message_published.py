@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from celery import chord
 
-from tests.unit.message_kit import Shop, publish
+from tests.unit.message_kit import Queue, Shop, publish
 from umt_durable.bridge.destination import our_priority
 from umt_durable.bridge.message import (
     Envelope,
@@ -127,6 +127,14 @@ def test_i27_a_serializer_that_is_never_read_is_refused_by_name(shop: Shop, seri
         shop.parsed()
 
     assert "secret-argument" not in str(refused.value)
+
+
+@pytest.mark.parametrize("queue", ["x" * 256, "a\0b", "x\ud800"])
+def test_i26_a_queue_whose_name_cannot_be_stored_is_refused_at_the_call(shop: Shop, queue: str) -> None:
+    shop.fulfil.apply_async(queue=Queue(queue))
+
+    with pytest.raises(MessageRefusedError, match=r"shop\.fulfil.*queue"):
+        shop.parsed()
 
 
 def test_msgpack_is_remembered(shop: Shop) -> None:

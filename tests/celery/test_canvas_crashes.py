@@ -1,0 +1,159 @@
+"""Canvas when the finisher dies at each place between its commit and Celery's own work, and when hints come twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from celery import chain, chord
+from celery.exceptions import ChordError
+
+from tests.support import canvas_apps
+from tests.support.bodylog import BodyLog
+from tests.support.brokers import Broker, wait_until_empty
+from tests.support.canvas_apps import Canvas
+from tests.support.clock import Clock
+from tests.support.queues import QUEUE
+from tests.support.wait import until
+from tests.support.workers import Worker
+from umt_durable.bridge import message
+from umt_durable.bridge.publisher import Publisher
+from umt_durable.database import Connection
+from umt_durable.errors import DefinitionError
+from umt_durable.failpoints import ENVIRONMENT
+from umt_durable.states import RunState
+from umt_durable.store import outbox
+
+pytestmark = pytest.mark.processes
+
+APP = "tests.support.canvas_apps:app"
+POINTS = ("finish.commit.a", "finish.callback.b", "finish.callback.a", "finish.result.b", "finish.result.a")
+
+
+@pytest.fixture
+def canvas(worker_env: dict[str, str]) -> Iterator[Canvas]:
+    """Return the tasks, for calling."""
+    canvas = canvas_apps.build(worker_env)
+    yield canvas
+    canvas.durable.stop()
+    canvas.app.close()
+
+
+def test_i13_finishers_that_die_lose_no_follower_and_double_none(
+    canvas: Canvas,
+    start_worker: Callable[..., Worker],
+    worker_env: dict[str, str],
+    body_log: BodyLog,
+    conn: Connection,
+    tmp_path: Path,
+) -> None:
+    once = {point: tmp_path / point for point in POINTS}
+    worker_env[ENVIRONMENT] = ",".join(f"{point}=kill;nth=2;file:{path}" for point, path in once.items())
+    start_worker(app=APP, pool="prefork", concurrency=2)
+    hop = canvas.hop
+
+    chained = [chain(hop.s(1, naps=1), hop.s(label="second"), hop.s(naps=1, label="third"))() for _ in range(4)]
+    chords = [chord([hop.s(1), hop.s(2, naps=1)], canvas.hop_total.s())() for _ in range(4)]
+    swapped = [chain(canvas.swap.s(1, kind), hop.s(label="after"))() for kind in ("durable", "ordinary", "chain")]
+    linked = [hop.apply_async((n,), link=hop.s(label="link"), task_id=f"linked-{n}") for n in range(4)]
+    failed = [canvas.fail.apply_async((n,), link_error=canvas.durable_errback.s()) for n in range(3)]
+
+    assert [one.get(timeout=120) for one in chained] == [4] * 4
+    assert [one.get(timeout=120) for one in chords] == [5] * 4
+    assert [one.get(timeout=120) for one in swapped] == [12] * 3
+    assert [one.get(timeout=120) for one in linked] == [n + 1 for n in range(4)]
+    for result in failed:
+        with pytest.raises(canvas_apps.CanvasError):
+            result.get(timeout=120)
+    until(lambda: outbox.status(conn)[0] == 0, timeout=90, what="the outbox to be empty")
+    until(
+        lambda: all(run.state.is_terminal for run in canvas.durable.list(limit=1000)),
+        timeout=60,
+        what="all runs to end",
+    )
+    assert all(path.exists() for path in once.values()), "a fail point was not reached"
+    for step, times in (("second", 4), ("third", 4), ("after", 3), ("link", 4), ("total", 4)):
+        assert body_log.count(step=step) == times, step
+    assert [body_log.count(step=f"errback-{one.id}") for one in failed] == [1] * 3
+
+
+def test_duplicate_hints_of_finished_runs_call_nothing_again(
+    canvas: Canvas, start_worker: Callable[..., Worker], broker: Broker, body_log: BodyLog, conn: Connection
+) -> None:
+    start_worker(app=APP, pool="prefork", concurrency=2)
+    linked = canvas.hop.apply_async((1,), link=[canvas.mark.s(name="once"), canvas.hop.s(label="link")])
+    chained = chain(canvas.swap.s(1, "durable"), canvas.hop.s(label="after"))()
+    assert (linked.get(timeout=60), chained.get(timeout=60)) == (2, 12)
+    until(lambda: body_log.count(step="link") == 1, timeout=30, what="the link")
+    until(lambda: outbox.status(conn)[0] == 0, timeout=60, what="the outbox to be empty")
+
+    publisher = Publisher(canvas.app, schema=canvas.durable.settings.schema)
+    for run_id, nesting, task in (
+        (linked.id, 0, "canvas.hop"),
+        (chained.parent.id, 0, "canvas.swap"),
+        (chained.parent.id, 1, "canvas.hop"),
+    ):
+        for _ in range(3):
+            hint = message.hint(
+                canvas.app,
+                key=uuid4(),
+                run_id=run_id,
+                nesting=nesting,
+                task=task,
+                queue=QUEUE,
+                priority=None,
+                gen=0,
+                envelope=None,
+            )
+            publisher.publish([hint])
+    assert canvas.hop.delay(5).get(timeout=60) == 6
+    wait_until_empty(broker, QUEUE)
+    publisher.close()
+
+    assert [body_log.count(step=step) for step in ("mark-once", "link", "after", "swap-durable")] == [1, 1, 1, 1]
+
+
+def test_a_member_that_outsleeps_its_chord_is_refused_or_ends_it_visibly(
+    canvas: Canvas,
+    start_worker: Callable[..., Worker],
+    worker_env: dict[str, str],
+    wait_for_chord: Callable[[str], None],
+    clock: Clock,
+) -> None:
+    worker_env["UMT_TEST_CHORD_EXPIRES"] = "5"
+    canvas.app.conf.result_chord_expires = 5
+    start_worker(app=APP, pool="threads", concurrency=2)
+    waiter = canvas.hop.s(1, naps=1)
+
+    refused = chord([canvas.long_nap.s(1, 3600), canvas.hop.s(1)], canvas.total.s())()
+    alone = canvas.long_nap.delay(1, 3600)
+    held = canvas.held.s()
+    forgotten = chord([held, waiter], canvas.total.s())()
+
+    with pytest.raises((ChordError, DefinitionError), match="result_chord_expires"):  # the body's, or its parent's
+        refused.get(timeout=60)
+    with pytest.raises(DefinitionError, match="result_chord_expires"):
+        refused.parent.results[0].get(timeout=60)
+    until(
+        lambda: canvas.durable.get(alone.id).state is RunState.SLEEPING, timeout=30, what="a lone sleeper to be parked"
+    )
+    wait_for_chord(forgotten.parent.id)
+    clock.advance(seconds=60)
+    canvas.durable.signal(forgotten.parent.results[0].id, "go", 1)
+    assert refused.state == "FAILURE"
+    with pytest.raises(ChordError, match="result_chord_expires"):
+        forgotten.get(timeout=20)
+
+
+@pytest.fixture
+def wait_for_chord(canvas: Canvas) -> Callable[[str], None]:
+    """Return a function that waits until the result backend has forgotten a chord of which one part is in."""
+
+    def wait(group_id: str) -> None:
+        backend = canvas.app.backend
+        size = backend.get_key_for_group(group_id, ".s")
+        until(lambda: backend.get(size) is None, timeout=30, what="the backend to forget the chord")
+
+    return wait

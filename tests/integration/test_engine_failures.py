@@ -1,0 +1,129 @@
+"""Failures of steps and bodies: retried as the policy says, and raised alike ever after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from tests.support.clock import Clock
+from tests.support.engine import Engine
+from umt_durable.database import Database
+from umt_durable.engine.context import TaskContext
+from umt_durable.engine.executor import Finished, Parked
+from umt_durable.engine.retry import RetryPolicy
+from umt_durable.errors import (
+    StepFailedError,
+)
+from umt_durable.settings import Settings
+from umt_durable.states import AttemptOutcome, RunState
+
+
+class DeclinedError(Exception):
+    """A business failure of these tests."""
+
+
+@pytest.fixture
+def engine(database: Database, settings: Settings) -> Iterator[Engine]:
+    engine = Engine(database, settings)
+    yield engine
+    engine.close()
+
+
+def test_i14_a_step_is_tried_as_often_as_its_policy_says_with_durable_back_off(engine: Engine, clock: Clock) -> None:
+    entered: list[int] = []
+    policy = RetryPolicy(4, initial=timedelta(seconds=10), factor=2, maximum=timedelta(hours=1))
+
+    def flaky() -> str:
+        entered.append(1)
+        raise DeclinedError("no")
+
+    @engine.task("t", retry=policy, raises=(DeclinedError,))
+    def body(ctx: TaskContext) -> str:
+        return ctx.step.run("flaky", flaky)
+
+    run_id, outcome = engine.run("t")
+    for expected in (10, 20, 40):
+        assert isinstance(outcome, Parked)
+        assert outcome.state is RunState.RETRYING
+        clock.advance(seconds=expected - 1)
+        engine.timers()
+        assert engine.state(run_id) is RunState.RETRYING
+        clock.advance(seconds=1.5)
+        engine.timers()
+        outcome = engine.process().deliver(run_id, "t")
+
+    assert len(entered) == 4
+    assert isinstance(outcome, Finished)
+    assert outcome.state is RunState.FAILED
+    assert isinstance(outcome.error, DeclinedError)
+    assert engine.client.history(run_id).steps[0].failures == 4
+
+
+def test_a_body_that_fails_outside_a_step_is_retried_as_a_run(engine: Engine, clock: Clock) -> None:
+    attempts: list[int] = []
+
+    @engine.task("t", retry=RetryPolicy(3, initial=timedelta(seconds=30)))
+    def body(ctx: TaskContext) -> int:
+        ctx.step.run("a", lambda: 1)
+        attempts.append(ctx.attempt)
+        if len(attempts) < 3:
+            raise DeclinedError("outside")
+        return ctx.attempt
+
+    run_id, outcome = engine.run("t")
+    for _ in range(2):
+        assert isinstance(outcome, Parked)
+        clock.advance(seconds=61)
+        engine.timers()
+        outcome = engine.process().deliver(run_id, "t")
+
+    assert isinstance(outcome, Finished)
+    assert outcome.value == 3
+    assert attempts == [1, 2, 3]
+    assert [a.outcome for a in engine.client.history(run_id).attempts] == [
+        AttemptOutcome.FAILED,
+        AttemptOutcome.FAILED,
+        AttemptOutcome.COMPLETED,
+    ]
+
+
+def test_a_recorded_failure_is_raised_alike_on_first_pass_and_replay(engine: Engine, clock: Clock) -> None:
+    caught: list[tuple[type, str]] = []
+
+    def fails() -> None:
+        raise DeclinedError("card")
+
+    @engine.task("t", raises=(DeclinedError,))
+    def body(ctx: TaskContext) -> str:
+        try:
+            ctx.step.run("charge", fails)
+        except DeclinedError as error:
+            caught.append((type(error), str(error)))
+        ctx.step.sleep("nap", timedelta(minutes=1))
+        return "compensated"
+
+    run_id, _ = engine.run("t")
+    clock.advance(seconds=61)
+    engine.timers()
+    outcome = engine.process().deliver(run_id, "t")
+
+    assert isinstance(outcome, Finished)
+    assert outcome.value == "compensated"
+    assert caught == [(DeclinedError, "card")] * 2
+
+
+def test_an_exception_class_that_nobody_registered_comes_as_step_failed(engine: Engine) -> None:
+    def fails() -> None:
+        raise DeclinedError("card")
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> None:
+        ctx.step.run("charge", fails)
+
+    _, outcome = engine.run("t")
+
+    assert isinstance(outcome, Finished)
+    assert isinstance(outcome.error, StepFailedError)
+    assert outcome.error.type_name == "DeclinedError"
