@@ -72,6 +72,7 @@ class LibraryApp(Celery):
     def on_init(self) -> None:
         """Give the app its `Durable`."""
         LibraryDurable(self)
+        self.add_defaults({"result_chord_expires": 0})  # Celery's default forgets a chord whose member sleeps for a day
 
     def _load_config(self) -> Any:
         # A receiver of `on_after_configure` could not refuse: Celery logs what it raises and goes on.
@@ -113,6 +114,8 @@ class LibraryDurable(Durable):
         services = "here" if self.settings.worker_services else "elsewhere"
         versions = sum(1 for _ in self.tasks)
         tasks = "1 task version" if versions == 1 else f"{versions} task versions"
+        if not versions:
+            tasks = "no durable task here: start it with -A of the module that declares some"
         return f"umt_durable: {tasks} · {whereabouts(self)} · relay and maintenance {services}"
 
 
@@ -131,12 +134,12 @@ def _missing(has_database: bool, has_broker: bool) -> str:
     if has_database:
         return (
             "a database is configured but no broker: set CELERY_BROKER_URL (or broker_url in celeryconfig.py),"
-            " or take the database setting away to run on the embedded pair"
+            " take the database setting away to run on the embedded pair, or name your own app with -A"
         )
     if has_broker:
         return (
             "a broker is configured but no database: set DURABLE_DATABASE_URL (or durable_database_url in"
-            " celeryconfig.py), or take the broker setting away to run on the embedded pair"
+            " celeryconfig.py), take the broker setting away to run on the embedded pair, or name your own app with -A"
         )
     return (
         "the embedded pair is turned off and no servers are configured: set DURABLE_DATABASE_URL and"

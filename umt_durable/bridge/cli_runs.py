@@ -124,7 +124,11 @@ def signal(ctx: click.Context, run_id: str, name: str, payload: str | None, dedu
             value = json.loads(payload)
         except ValueError as error:
             raise click.BadParameter(f"{error}. Text needs quotes of its own: '\"yes\"'", param_hint="JSON") from None
-    fact = _checked(ctx).client.signal(run_id, name, value, actor=_actor(), dedupe=dedupe)
+    client = _checked(ctx).client
+    fact = client.signal(run_id, name, value, actor=_actor(), dedupe=dedupe)
+    ended = client.get(run_id)
+    if ended.state.is_terminal:
+        click.echo(f"run {run_id} has ended ({ended.state}): nobody will take this fact", err=True)
     emit({"run": run_id, "name": name, "fact": fact}, [Section("fact", ("fact",), [(fact,)])], as_json=as_json)
 
 

@@ -19,6 +19,12 @@ from umt_durable.redaction import redact_text
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+WHOLE = ("id", "run", "no", "state", "outcome")
+"""Columns whose cells are never folded: an id that is cannot be copied. The others give way to them."""
+
+WIDE = 140
+"""Terminals of fewer columns get narrow tables: without empty columns, and with short times and ids."""
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -101,14 +107,32 @@ def _emit_tables(sections: list[Section]) -> None:
     filled = [section for section in sections if section.rows]
     if not filled:
         console.print("none")
+    narrow = console.width < WIDE
     for section in filled:
         table = Table(title=section.title if len(sections) > 1 else None, title_justify="left", box=box.SIMPLE_HEAD)
-        for column in section.columns:
-            # An id that is folded cannot be copied; the other columns give way to it.
-            table.add_column(column, overflow="fold", no_wrap=column in ("id", "run"))
+        shown = [place for place in range(len(section.columns)) if not narrow or _says_something(section, place)]
+        for column in (section.columns[place] for place in shown):
+            table.add_column(column, overflow="fold", no_wrap=column in WHOLE, min_width=min(len(column), 8))
         for row in section.rows:
-            table.add_row(*(Text(cell(value), style=_style(value)) for value in row))
+            values = (row[place] for place in shown)
+            table.add_row(*(Text(_short(value) if narrow else cell(value), style=_style(value)) for value in values))
         console.print(table)
+
+
+def _says_something(section: Section, place: int) -> bool:
+    """Say whether a column of a narrow table is worth its width: not where every cell is empty or zero."""
+    return place == 0 or any(cell(row[place]) not in ("", "0", "no") for row in section.rows)
+
+
+def _short(value: object) -> str:
+    """Return a cell for a narrow table: times without their year, ids of processes by their first digits."""
+    match value:
+        case datetime():
+            return value.astimezone(tz=UTC).strftime("%m-%d %H:%M:%S")
+        case UUID():
+            return value.hex[:8]
+        case _:
+            return cell(value)
 
 
 def _style(value: object) -> str:
