@@ -13,7 +13,7 @@ import pytest
 from tests.support.engine import Engine, RecordingReporter
 from umt_durable.database import Connection, Database
 from umt_durable.engine.context import TaskContext
-from umt_durable.engine.executor import Dropped
+from umt_durable.engine.outcomes import Dropped
 from umt_durable.errors import (
     AutocommitError,
     DefinitionError,

@@ -18,7 +18,7 @@ from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database
 from umt_durable.engine.attempt import PROOF_SECONDS
 from umt_durable.engine.context import TaskContext
-from umt_durable.engine.executor import Dropped, Finished, Parked
+from umt_durable.engine.outcomes import Dropped, Finished, Parked
 from umt_durable.engine.retry import RetryAfter, RetryPolicy
 from umt_durable.errors import DatabaseUnavailableError, DefinitionError
 from umt_durable.records import Grant

@@ -11,7 +11,7 @@ from tests.support.clock import Clock
 from tests.support.engine import Engine
 from umt_durable.database import Connection, Database
 from umt_durable.engine.context import TaskContext
-from umt_durable.engine.executor import Finished, Parked
+from umt_durable.engine.outcomes import Finished, Parked
 from umt_durable.errors import (
     NonDeterminismError,
 )

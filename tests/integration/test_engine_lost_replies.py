@@ -12,7 +12,7 @@ from tests.support.engine import Engine, enter
 from tests.support.proxy import Proxy
 from umt_durable.database import Connection, Database
 from umt_durable.engine.context import TaskContext
-from umt_durable.engine.executor import Finished, Parked
+from umt_durable.engine.outcomes import Finished, Parked
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.settings import Settings
 from umt_durable.states import RunState, StepState

@@ -16,7 +16,7 @@ from tests.support.clock import Clock
 from tests.support.engine import Engine, enter
 from umt_durable.database import Database
 from umt_durable.engine.context import TaskContext
-from umt_durable.engine.executor import Finished, Parked
+from umt_durable.engine.outcomes import Finished, Parked
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import (
     DefinitionError,

@@ -15,7 +15,7 @@ from tests.support.engine import Engine, Gate, in_thread, take_over
 from tests.support.proxy import Proxy
 from umt_durable.database import Connection, Database
 from umt_durable.engine.context import TaskContext
-from umt_durable.engine.executor import Dropped, Finished
+from umt_durable.engine.outcomes import Dropped, Finished
 from umt_durable.settings import Settings
 from umt_durable.states import RunState
 

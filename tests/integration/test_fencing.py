@@ -18,7 +18,7 @@ from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database
 from umt_durable.engine.attempt import PROOF_SECONDS
 from umt_durable.engine.context import TaskContext
-from umt_durable.engine.executor import Dropped, Finished
+from umt_durable.engine.outcomes import Dropped, Finished
 from umt_durable.settings import Settings
 from umt_durable.states import AttemptOutcome, RunState
 from umt_durable.store import runs

@@ -12,7 +12,7 @@ from tests.support.engine import Engine, Process, enter
 from tests.support.wait import until
 from umt_durable.database import Connection, Database
 from umt_durable.engine.context import TaskContext
-from umt_durable.engine.executor import Dropped, Finished
+from umt_durable.engine.outcomes import Dropped, Finished
 from umt_durable.settings import Settings
 from umt_durable.states import AttemptOutcome, RunState
 from umt_durable.store import outbox

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from tests.support.engine import Engine
 from umt_durable.database import Connection, Database
 from umt_durable.engine.context import TaskContext
-from umt_durable.engine.executor import Finished
+from umt_durable.engine.outcomes import Finished
 from umt_durable.errors import AutocommitError, UnknownRunError
 from umt_durable.session import Binding
 from umt_durable.settings import Settings

@@ -13,7 +13,8 @@ from tests.support.clock import Clock
 from umt_durable import codec
 from umt_durable.database import Database
 from umt_durable.engine.client import Client
-from umt_durable.engine.executor import Delivery, Executor, Outcome
+from umt_durable.engine.executor import Executor
+from umt_durable.engine.outcomes import Delivery, Outcome
 from umt_durable.engine.registry import TaskDefinition, TaskRegistry
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.records import Grant, NewRun

@@ -17,8 +17,8 @@ from umt_durable.bridge import callbacks, chords
 from umt_durable.bridge.reporter import CeleryReporter
 from umt_durable.bridge.revoke import announce_revoked
 from umt_durable.bridge.runtime import CLAIM_KEY
-from umt_durable.engine.executor import Delivery, Dropped, Finished, Outcome, Parked, Superseded
 from umt_durable.engine.failures import Failure
+from umt_durable.engine.outcomes import Delivery, Dropped, Finished, Outcome, Parked, Superseded
 from umt_durable.engine.registry import TaskDefinition
 from umt_durable.failpoints import point
 from umt_durable.records import event_id

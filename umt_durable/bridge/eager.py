@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from umt_durable.bridge import deliver, enqueuing
 from umt_durable.bridge.envelope import EMPTY
 from umt_durable.bridge.message import TaskMessage
-from umt_durable.engine.executor import Delivery, Finished, Parked
+from umt_durable.engine.outcomes import Delivery, Finished, Parked
 from umt_durable.errors import DefinitionError, DurableError
 from umt_durable.records import Grant
 from umt_durable.services.intake import take_in

@@ -12,7 +12,6 @@ from uuid import UUID, uuid4
 from umt_durable import codec, telemetry, texts
 from umt_durable.database import Connection, Database
 from umt_durable.engine import failures
-from umt_durable.engine.executor import cancel_payload
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.waiting import check_name
 from umt_durable.errors import DefinitionError, IdempotencyConflictError, UnknownRunError
@@ -107,7 +106,7 @@ class Client:
         next step; a terminal one is left as it is.
         Errors: UnknownRunError.
         """
-        return self._say(run_id, "umt.cancel", cancel_payload(reason), conn=conn, actor=actor, dedupe=None)
+        return self._say(run_id, "umt.cancel", _cancel_payload(reason), conn=conn, actor=actor, dedupe=None)
 
     def emit(
         self,
@@ -266,3 +265,8 @@ def _check_run(new: NewRun) -> None:
         texts.check(label, getattr(new, field), least=int(field != "ref"))
     if new.attributes is not None and "\\u" in new.attributes:
         texts.check_json("attributes", json.loads(new.attributes))
+
+
+def _cancel_payload(reason: str | None) -> bytes:
+    """Return the payload of a cancel fact."""
+    return json.dumps({"reason": reason}).encode()

@@ -1,0 +1,296 @@
+"""One grant of a run, from its journal to its settlement."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from umt_durable import codec, telemetry
+from umt_durable.database import Database
+from umt_durable.engine import failures
+from umt_durable.engine.attempt import Attempt
+from umt_durable.engine.context import TaskContext, _current
+from umt_durable.engine.exits import Canceled, Exit, Released, Replaced, Suspended
+from umt_durable.engine.failures import Failure
+from umt_durable.engine.outcomes import Delivery, Dropped, Finished, Outcome, Parked, Superseded
+from umt_durable.engine.passing import LONGEST, Pass
+from umt_durable.engine.registry import TaskDefinition, TaskRegistry
+from umt_durable.engine.reporting import Reporter
+from umt_durable.engine.retry import RetryPolicy
+from umt_durable.engine.steps import Steps
+from umt_durable.errors import (
+    DecodingError,
+    EncodingError,
+    InputError,
+    JournalCorruptError,
+)
+from umt_durable.failpoints import point
+from umt_durable.records import Grant, StepEntry, WaitEntry, event_id
+from umt_durable.services.lease import Lease
+from umt_durable.session import Binding
+from umt_durable.settings import Settings
+from umt_durable.states import AttemptOutcome, OutboxType, Reason, RunState
+from umt_durable.store import journal, outbox, runs, waits
+from umt_durable.store.guard import Guard
+
+logger = logging.getLogger(__name__)
+
+FINISH_HOLD_SECONDS = 15.0
+"""How long the finisher keeps the rows it publishes itself, before a relay takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an execution needs of its process."""
+
+    database: Database
+    settings: Settings
+    tasks: TaskRegistry
+    bindings: Mapping[str, Binding]
+    lease: Lease
+
+
+class Execution:
+    """One grant from its journal to its settlement."""
+
+    def __init__(self, parts: Parts, delivery: Delivery, grant: Grant, attempt: Attempt, reporter: Reporter) -> None:
+        self._database, self._settings, self._tasks = parts.database, parts.settings, parts.tasks
+        self._bindings, self._lease = parts.bindings, parts.lease
+        self._delivery, self._grant, self._attempt, self._reporter = delivery, grant, attempt, reporter
+        self._definition: TaskDefinition = self._tasks.get(delivery.task, grant.version)
+
+    def run(self) -> Outcome:
+        """Execute what was granted, or hand it over when this process shuts down."""
+        try:
+            return self._run()
+        except Released:
+            return self._hand_over()
+
+    def _run(self) -> Outcome:
+        self._reporter.claimed(self._grant)
+        if self._grant.cancel:
+            return self._finish(RunState.CANCELLED)
+        if self._attempt.is_fresh():
+            self._reporter.started()
+        try:
+            args, kwargs = self._definition.schema.decode(self._grant.args, self._grant.codec)
+        except (DecodingError, InputError) as error:
+            return self._quarantine(Reason.BAD_INPUT, error)
+        the_pass = self._prepare(args, kwargs)
+        try:
+            self._attempt.prove()  # a body without steps is one step: it is entered on a proof as young as any
+        except Canceled:
+            return self._finish(RunState.CANCELLED)
+        try:
+            value = self._call(the_pass, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever left the body is its outcome
+            return self._settle(the_pass, error)
+        except Exit as how:
+            return self._left(how)
+        return self._settle(the_pass, None, value)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pass:
+        """Read the journal and make the pass. Only after the claim: before it, a zombie's last commit can be missed."""
+        entries: list[StepEntry] = []
+        wait_entries: list[WaitEntry] = []
+        if self._grant.token.fence > 1:  # a first grant has nothing to read
+            point("claim.journal_read.b")
+            run = self._grant.token.run
+            entries, wait_entries = self._database.do(lambda conn: (journal.read(conn, run), waits.of_run(conn, run)))
+            point("claim.journal_read.a")
+        return Pass(
+            attempt=self._attempt,
+            database=self._database,
+            reporter=self._reporter,
+            exceptions=self._tasks.exceptions,
+            retry=self._definition.retry,
+            run_id=self._delivery.run_id,
+            nesting=self._delivery.nesting,
+            version=self._grant.version,
+            priority=self._grant.priority,
+            failures=self._grant.failures,
+            input=self._definition.schema.by_name(args, kwargs),
+            entries=entries,
+            wait_entries=wait_entries,
+            bindings={"default": self._database.url, **self._bindings},
+        )
+
+    def _call(self, the_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context = TaskContext(the_pass, Steps(the_pass))
+        before = _current.set(context)
+        try:
+            if self._definition.takes_context:
+                return self._definition.body(context, *args, **kwargs)
+            return self._definition.body(*args, **kwargs)
+        finally:
+            _current.reset(before)
+
+    def _settle(self, the_pass: Pass, error: Exception | None, value: Any = None) -> Outcome:
+        """Decide what the end of a body means, whatever it swallowed on its way."""
+        if the_pass.exit is not None:
+            return self._left(the_pass.exit)
+        if the_pass.fatal is not None:
+            corrupt = isinstance(the_pass.fatal, JournalCorruptError)
+            return self._quarantine(Reason.JOURNAL_CORRUPT if corrupt else Reason.NONDETERMINISM, the_pass.fatal)
+        for entry in the_pass.journal.orphans() if error is None else ():
+            telemetry.count(telemetry.Counter.ORPHAN_STEP)
+            logger.warning("step %r is in the journal but was not asked for", entry.key, extra={"run": the_pass.run_id})
+        if error is None:
+            try:
+                where = f"the result of {self._definition.name}"
+                encoded, decoded = codec.round_trip(value, self._definition.result, where=where)
+            except EncodingError as refused:
+                return self._fail(refused)
+            return self._finish(RunState.SUCCEEDED, value=decoded, data=encoded.data)
+        return self._retry(error) or self._fail(error)
+
+    def _left(self, how: Exit) -> Outcome:
+        if isinstance(how, Suspended):
+            return Parked(how.state, how.until)
+        if isinstance(how, Canceled):
+            return self._finish(RunState.CANCELLED)
+        if isinstance(how, Replaced):
+            return self._supersede(how)
+        raise how
+
+    def _supersede(self, how: Replaced) -> Outcome:
+        """End the run and begin what takes its place in one transaction; a cancel that came before ends both."""
+        token = self._grant.token
+
+        def supersede(guard: Guard) -> RunState | None:
+            with guard.conn.transaction():
+                ended = runs.finish(
+                    guard,
+                    state=RunState.SUCCEEDED,
+                    report=False,
+                    callbacks=0,
+                    hold_seconds=FINISH_HOLD_SECONDS,
+                    repair_seconds=2 * self._settings.lease_seconds,
+                )
+                if ended is RunState.CANCELLED:
+                    outbox.report_again(guard.conn, token.run)
+                elif ended is not None and how.run is not None:
+                    runs.enqueue(guard.conn, how.run, deliver_seconds=self._settings.deliver_seconds)
+                elif ended is not None and how.message is not None:
+                    outbox.keep_callback(guard, payload=how.message, hold_seconds=FINISH_HOLD_SECONDS)
+            return ended
+
+        point("finish.commit.b")
+        ended = self._attempt.end(supersede, ended_as=(AttemptOutcome.COMPLETED, AttemptOutcome.CANCELLED))
+        point("finish.commit.a")
+        if ended is None:  # a lost reply: the run row says how it ended
+            found = self._database.do(lambda conn: runs.for_report(conn, token.run))
+            ended = RunState.SUCCEEDED if found is None else found.state
+        telemetry.count(telemetry.Counter.FINISHED_RUN)
+        if ended is RunState.CANCELLED:
+            return Finished(ended, token, self._grant.version)
+        row = (event_id(token.run, token.fence + 1, OutboxType.CALLBACK, 0),)
+        return Superseded(token, how.message, () if how.message is None else row)
+
+    def _hand_over(self) -> Outcome:
+        """Make the run ready for another process; no crash is counted, and its journal stays as it is."""
+        try:
+            self._attempt.end(
+                lambda guard: runs.hand_over(guard, deliver_seconds=self._settings.deliver_seconds) or None,
+                ended_as=(AttemptOutcome.SUSPENDED,),
+            )
+        except Canceled:
+            return self._finish(RunState.CANCELLED)
+        telemetry.count(telemetry.Counter.HANDED_OVER_RUN)
+        self._database.notify()
+        return Dropped("this process shuts down; the run goes on elsewhere")
+
+    def _retry(self, error: Exception) -> Parked | None:
+        """Park the run for its next attempt, if its policy allows one and the error is not in the journal for good."""
+        if failures.is_recorded(error):
+            return None
+        count = self._grant.failures + 1
+        policy: RetryPolicy = self._definition.retry
+        elapsed = timedelta(seconds=self._grant.age_seconds)
+        delay = policy.next_delay(count, random.random, error=error, elapsed=elapsed)
+        if delay is None:
+            return None
+        delay = min(delay, LONGEST)
+        until = f"retry {count} in {delay}"
+        kept = failures.capture(error)
+        try:
+            self._attempt.prove()
+            self._reporter.suspending(RunState.RETRYING, until)
+            point("retry.commit.b")
+            self._attempt.end(
+                lambda guard: (
+                    runs.retry(guard, delay_seconds=delay.total_seconds(), error=kept.to_bytes(), summary=kept.summary)
+                    or None
+                ),
+                ended_as=(AttemptOutcome.FAILED,),
+            )
+        except Canceled:
+            return None
+        point("retry.commit.a")
+        telemetry.count(telemetry.Counter.RUN_RETRY)
+        return Parked(RunState.RETRYING, until)
+
+    def _fail(self, error: Exception) -> Finished:
+        return self._finish(RunState.FAILED, error=error, failure=failures.capture(error))
+
+    def _quarantine(self, reason: Reason, error: Exception) -> Outcome:
+        kept = failures.capture(error)
+        try:
+            self._attempt.prove()
+            self._reporter.suspending(RunState.QUARANTINED, reason)
+            self._attempt.end(
+                lambda guard: (
+                    runs.quarantine(guard, reason=reason, error=kept.to_bytes(), summary=kept.summary) or None
+                ),
+                ended_as=(AttemptOutcome.FAILED,),
+            )
+        except Canceled:
+            return self._finish(RunState.CANCELLED)
+        telemetry.count(telemetry.Counter.QUARANTINED_RUN)
+        logger.error(
+            "a run of %s is quarantined: %s", self._definition.name, kept.summary, extra={"run": self._delivery.run_id}
+        )
+        return Parked(RunState.QUARANTINED, reason)
+
+    def _finish(
+        self,
+        state: RunState,
+        *,
+        value: Any = None,
+        data: bytes | None = None,
+        error: Exception | None = None,
+        failure: Failure | None = None,
+    ) -> Finished:
+        """End the run in one statement, with everything that has to leave (I12, I13)."""
+        token, reports = self._grant.token, self._reporter.reports
+        callbacks = 0 if state is RunState.CANCELLED else self._reporter.callbacks(state)
+        point("finish.commit.b")
+        ended = self._attempt.end(
+            lambda guard: runs.finish(
+                guard,
+                state=state,
+                result=data,
+                error=None if failure is None else failure.to_bytes(),
+                summary=None if failure is None else failure.summary,
+                report=reports,
+                callbacks=callbacks,
+                hold_seconds=FINISH_HOLD_SECONDS,
+                repair_seconds=2 * self._settings.lease_seconds,
+            ),
+            ended_as=(AttemptOutcome.COMPLETED, AttemptOutcome.FAILED, AttemptOutcome.CANCELLED),
+        )
+        point("finish.commit.a")
+        if ended is None:  # a lost reply: the run row says how it ended
+            found = self._database.do(lambda conn: runs.for_report(conn, token.run))
+            ended = state if found is None else found.state
+        telemetry.count(telemetry.Counter.FINISHED_RUN)
+        if ended is RunState.CANCELLED:
+            value = data = error = failure = None
+            callbacks = 0
+        kinds = [(OutboxType.RESULT, 0)] * reports + [(OutboxType.CALLBACK, n) for n in range(callbacks)]
+        events = tuple(event_id(token.run, token.fence + 1, kind, ordinal) for kind, ordinal in kinds)
+        return Finished(ended, token, self._grant.version, value, data, error, failure, events)
