@@ -131,7 +131,8 @@ def test_behind_a_pooler_or_without_notify_the_poll_finds_everything(
     kit.enqueue(conn)
     kit.signal(conn, new.id)
 
-    until(lambda: len(dispatcher.hints) == 2, what="both hints to leave")
+    # The hint of the run that came to wait leaves too, if the relay looks before it is claimed.
+    until(lambda: len(dispatcher.hints) >= 2, what="both hints to leave")
 
     assert kit.state(conn, run) == "ready"
     assert not listening(conn)

@@ -8,6 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from kombu import pools
 from psycopg import sql
 
 from tests.support import apps
@@ -39,6 +40,7 @@ def tasks(worker_env: dict[str, str]) -> Iterator[apps.Tasks]:
     built.app.backend.result_consumer.stop()
     built.app.backend.client.connection_pool.disconnect()
     built.app.pool.force_close_all()
+    pools.reset()  # type: ignore[no-untyped-call]  # kombu's pools are the process's own, and would stay closed
     built.app.close()
 
 

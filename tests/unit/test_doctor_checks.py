@@ -34,6 +34,12 @@ SERVER = Server(
 )
 
 
+@pytest.fixture(autouse=True)
+def _no_shared_tasks_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the apps of these tests their own tasks only: `shared_task` adds to every app of the process."""
+    monkeypatch.setattr("celery._state._on_app_finalizers", set())
+
+
 def levels(findings: Iterator[Finding]) -> dict[str, Level]:
     """Return the worst level of each check that is not well; each of these must come with a fix."""
     worst: dict[str, Level] = {}

@@ -8,9 +8,9 @@ refuse one that does not fit. Any number of processes of any role run side by si
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from queue import SimpleQueue
 from types import FrameType
 from typing import Final
 
@@ -55,8 +55,8 @@ def serve(ctx: click.Context, role: str, loglevel: str) -> None:
     serve_until(durable, role, _asked_to_end())
 
 
-def serve_until(durable: Durable, role: str, ending: threading.Event) -> None:
-    """Run the services of a role until the event is set, say in one line what runs where, and end them in order."""
+def serve_until(durable: Durable, role: str, ending: SimpleQueue[int]) -> None:
+    """Run the services of a role until a signal is queued, say in one line what runs where, and end them in order."""
     with ExitStack() as after:
         after.callback(durable.stop)
         after.enter_context(_seen(durable, role))
@@ -64,7 +64,7 @@ def serve_until(durable: Durable, role: str, ending: threading.Event) -> None:
         after.callback(pulse.stop)
         pulse.start()
         say(f"umt_durable: {_named(role)} ready · {whereabouts(durable)}")
-        ending.wait()
+        ending.get()
         logger.info("asked to end; finishing what is under way")
 
 
@@ -80,16 +80,20 @@ def _seen(durable: Durable, role: str) -> Iterator[None]:
         lease.stop()
 
 
-def _asked_to_end() -> threading.Event:
-    """Return an event that is set by the signals that end a service."""
-    event = threading.Event()
+def _asked_to_end() -> SimpleQueue[int]:
+    """Return a queue that gets the signals which end a service.
+
+    A queue and not an event: a handler interrupts the very thread that waits, and `Event.set` would ask for the lock
+    that the thread holds while it begins to wait. Putting into this queue takes no such lock.
+    """
+    signals: SimpleQueue[int] = SimpleQueue()
 
     def end(number: int, frame: FrameType | None) -> None:
-        event.set()
+        signals.put(number)
 
     for one in ENDING:
         signal.signal(one, end)
-    return event
+    return signals
 
 
 def _named(role: str) -> str:
