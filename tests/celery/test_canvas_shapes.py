@@ -179,7 +179,7 @@ def test_failures_and_cancels_end_what_follows_visibly_and_call_errbacks_once(
     for result in (headed, ordinary, cancelled):
         with pytest.raises(Exception, match=r"failed with 3|boom|cancelled|Revoked"):
             result.get(timeout=90)
-        assert result.state == "FAILURE"
+        _wait_for(result, "FAILURE")
     for result in (sleeper, sleeper.parent, first):
         _wait_for(result, "REVOKED")
     wanted = [

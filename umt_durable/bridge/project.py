@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -68,9 +67,6 @@ class Project:
             if not app.configured:
                 # Reading a key would do it too, but swallow a KeyError that the user's module raises.
                 app._finalize_pending_conf()
-            pair = getattr(durable, "pair", None)
-            if pair is not None and not self.name and self.given is None and sys.stderr.isatty():
-                click.echo(f"no -A: the package's own app, on the embedded pair in {pair.home}", err=True)
             if tasks:
                 app.loader.import_default_modules()
                 app.finalize(auto=True)
