@@ -341,13 +341,13 @@ class Attempt:
     def __init__(self, token: Token | None = None, step: journal.Entry | None = None) -> None:
         self.token = token or Token(RunNo(1), 1, uuid4())
         self.told: list[tuple[str, float]] = []
-        self._running = None if step is None else (step, boottime() - 1.0)
+        self._bodies = [] if step is None else [(step, boottime() - 1.0)]
 
     def abort(self, reason: str) -> None:
         self.told.append((reason, boottime()))
 
-    def running(self) -> tuple[journal.Entry, float] | None:
-        return self._running
+    def bodies(self) -> list[tuple[journal.Entry, float]]:
+        return self._bodies
 
     @property
     def reasons(self) -> list[str]:

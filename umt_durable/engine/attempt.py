@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from contextvars import ContextVar
+from typing import NamedTuple, TypeVar
 
 from umt_durable import telemetry
 from umt_durable.clock import boottime
@@ -66,6 +67,18 @@ class AlreadyRecordedError(Exception):
     """A step that was to be entered has its outcome in the journal. Never reaches a body."""
 
 
+class _Inside(NamedTuple):
+    """The step's body that code is called from, and the one of another attempt around it."""
+
+    attempt: Attempt
+    key: str
+    outside: _Inside | None
+
+
+# Of the context, not of the attempt: each branch of a parallel step is inside a body of its own.
+_inside: ContextVar[_Inside | None] = ContextVar("umt_durable.step", default=None)
+
+
 class Attempt:
     """The grant of one run.
 
@@ -91,7 +104,7 @@ class Attempt:
         # After a crash without progress the step that kills must be named, so each body asks for its grant first.
         self._explicit = grant.crashes > 0
         self._proof: float | None = None if grant.cancel else sent
-        self._running: tuple[journal.Entry, float] | None = None
+        self._bodies: dict[str, tuple[journal.Entry, float]] = {}
 
     def abort(self, reason: str) -> None:
         """Ask the body to stop; called by the thread that renews the lease."""
@@ -103,9 +116,15 @@ class Attempt:
             self.signal.set("shutdown")
         return self.signal.is_set()
 
-    def running(self) -> tuple[journal.Entry, float] | None:
-        """Return the step whose body is being executed and since when, by `boottime`."""
-        return self._running
+    def running(self) -> journal.Entry | None:
+        """Return the step whose body this code is called from."""
+        inside = _inside.get()
+        body = self._bodies.get(inside.key) if inside is not None and inside.attempt is self else None
+        return None if body is None else body[0]
+
+    def bodies(self) -> list[tuple[journal.Entry, float]]:
+        """Return the steps whose bodies are being executed and since when, by `boottime`."""
+        return list(self._bodies.values())
 
     def is_fresh(self) -> bool:
         """Say whether the last proof still allows a body to be entered or an interim state to be stored."""
@@ -157,15 +176,21 @@ class Attempt:
             if not reply.granted:
                 raise AlreadyRecordedError(entry.key)
             asked = True
-        self._running = (entry, boottime())
+        self._bodies[entry.key] = (entry, boottime())
+        inside = _inside.get()
+        if inside is None or inside.attempt is not self or inside.key != entry.key:
+            _inside.set(_Inside(self, entry.key, inside))
 
     def progressed(self) -> None:
         """Note that a step was committed by other means; its reply was no proof."""
         self._proof, self._explicit = None, False
 
     def leave(self) -> None:
-        """Record that no body is being executed."""
-        self._running = None
+        """Record that this code is in no step's body any more."""
+        inside = _inside.get()
+        if inside is not None and inside.attempt is self:
+            self._bodies.pop(inside.key, None)
+            _inside.set(inside.outside)
 
     def commit(self, work: Callable[[Guard], bool | None], key: str) -> None:
         """Commit the outcome of a step by a fenced statement; after a lost reply look whether it was ours (I24).

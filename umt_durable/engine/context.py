@@ -114,7 +114,7 @@ class TaskContext:
         running = self._pass.attempt.running()
         if running is None:
             raise DurableError("ctx.idempotency_key belongs to the step being executed; there is none here")
-        return str(uuid.uuid5(NAMESPACE, f"{self._pass.run_id}/{self._pass.nesting}/{running[0].key}"))
+        return str(uuid.uuid5(NAMESPACE, f"{self._pass.run_id}/{self._pass.nesting}/{running.key}"))
 
     @property
     def abort(self) -> Abort:

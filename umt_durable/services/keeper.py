@@ -151,14 +151,11 @@ class Keeper:
                 abort(held[claim], "cancel")
         self._marked = {mark for mark in self._marked if mark[0] in held}
         for one in held.values():
-            self._mark_long(conn, one)
+            for entry, began in one.bodies():
+                self._mark_long(conn, one, entry, began)
 
-    def _mark_long(self, conn: Connection, held: Held) -> None:
+    def _mark_long(self, conn: Connection, held: Held, entry: journal.Entry, began: float) -> None:
         """Show a body that has been running for a while, once, unless its row is locked at this moment."""
-        running = held.running()
-        if running is None:
-            return
-        entry, began = running
         age, mark = boottime() - began, (held.token.claim, entry.key, began)
         if age < LONG_BODY_SECONDS or mark in self._marked:
             return

@@ -47,8 +47,8 @@ class Held(Protocol):
     def abort(self, reason: str) -> None:
         """Ask its body to stop: `cancel`, `lease_lost` or `shutdown`. Called from other threads; must not block."""
 
-    def running(self) -> tuple[journal.Entry, float] | None:
-        """Return the step whose body is being executed and the `boottime` it began at."""
+    def bodies(self) -> Sequence[tuple[journal.Entry, float]]:
+        """Return the steps whose bodies are being executed and the `boottime` each began at."""
 
 
 @dataclass(slots=True)

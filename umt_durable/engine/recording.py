@@ -1,0 +1,191 @@
+"""How a step becomes a journal entry: identified, replayed or executed with retries, its outcome recorded once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+from uuid import UUID
+
+from umt_durable import codec, telemetry
+from umt_durable.clock import boottime
+from umt_durable.engine import failures
+from umt_durable.engine.attempt import AlreadyRecordedError
+from umt_durable.engine.exits import Canceled, Exit
+from umt_durable.engine.passing import IN_PROCESS_SECONDS, LONGEST, Pass
+from umt_durable.engine.retry import RetryPolicy
+from umt_durable.errors import EncodingError, JournalCorruptError, NonDeterminismError
+from umt_durable.failpoints import point
+from umt_durable.records import StepEntry
+from umt_durable.states import RunState, StepKind, StepState
+from umt_durable.store import journal
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What `step.options(...)` sets for the next step: its explicit key, and its own retry policy."""
+
+    key: str | int | UUID | None = None
+    retry: RetryPolicy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A step's body without its arguments. `commits`: it records its own outcome, in its own transaction."""
+
+    call: Callable[[], Any]
+    annotation: Any
+    name: str
+    commits: bool = False
+
+
+class Recorder:
+    """Takes the calls of one pass to their places in the journal."""
+
+    def __init__(self, the_pass: Pass, options: StepOptions) -> None:
+        self._pass = the_pass
+        self._options = options
+
+    def identify(
+        self, name: str, kind: StepKind, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[journal.Entry, StepEntry | None]:
+        """Find the place of a call in the journal, and what is recorded there."""
+        the_pass, key = self._pass, self._options.key
+        the_pass.check()
+        text = the_pass.keys.make(name, key)
+        fingerprint: bytes | None
+        try:
+            fingerprint = codec.fingerprint(args, kwargs)
+        except EncodingError as error:
+            if key is None:
+                raise EncodingError(
+                    f"step {name!r}", error.path, f"{error.reason}; pass a key to tell its calls apart"
+                ) from None
+            fingerprint = None
+        try:
+            if text in the_pass.waits:
+                raise NonDeterminismError(f"a wait {text!r}", f"the {kind} step {text!r}")
+            recorded = the_pass.journal.lookup(text, kind, fingerprint)
+        except (NonDeterminismError, JournalCorruptError) as error:
+            the_pass.condemn(error)
+        the_pass.saw(text)
+        if recorded is None:
+            return journal.Entry(text, the_pass.next_seq(), kind, fingerprint), None
+        return journal.Entry(text, recorded.seq, kind, fingerprint, recorded.failures), recorded
+
+    def replay(self, recorded: StepEntry, annotation: Any) -> Any:
+        """Return the recorded result of a step, or raise its recorded failure."""
+        telemetry.count(telemetry.Counter.REPLAYED_STEP)
+        if recorded.state is StepState.FAILED:
+            assert recorded.error is not None
+            raise self._pass.exceptions.rebuild(failures.from_bytes(recorded.error))
+        assert recorded.result is not None
+        return codec.decode(recorded.result, annotation)
+
+    def execute(self, entry: journal.Entry, recorded: StepEntry | None, body: Body, *, explicit: bool = False) -> Any:
+        """Enter a body, with retries, until its outcome is recorded."""
+        the_pass, began = self._pass, boottime()
+        earlier = (recorded.age_seconds or 0.0) if recorded is not None else 0.0
+        if recorded is not None and recorded.wake_at is not None and not recorded.due:
+            # Woken by something else, or taken over: the back-off is not prolonged, nor cut short.
+            self._park_for_retry(entry, f"retry of step {body.name} at {recorded.wake_at.isoformat()}")
+        while True:
+            try:
+                self._enter(entry, explicit=explicit)
+                point("step.body.b")
+                telemetry.count(telemetry.Counter.EXECUTED_STEP)
+                value = body.call()
+            except AlreadyRecordedError:
+                the_pass.attempt.leave()
+                return self.replay(self._reread(entry.key), body.annotation)
+            except Exception as error:  # noqa: BLE001 - whatever left the body is its outcome
+                the_pass.attempt.leave()
+                entry = self._failed(entry, body.name, error, elapsed=earlier + boottime() - began)
+                continue
+            except Exit as how:
+                the_pass.attempt.leave()
+                the_pass.leave(how)
+            finally:
+                the_pass.attempt.leave()
+            return value if body.commits else self._commit(entry, body, value)
+
+    def _reread(self, key: str) -> StepEntry:
+        """Read one entry again, which this grant has recorded by a commit whose reply was lost."""
+        run = self._pass.attempt.token.run
+        entries = self.guarded(lambda: self._pass.attempt.read(lambda guard: journal.read(guard.conn, run)))
+        return next(entry for entry in entries if entry.key == key)
+
+    def _enter(self, entry: journal.Entry, *, explicit: bool) -> None:
+        self.guarded(lambda: self._pass.attempt.enter(entry, explicit=explicit))
+
+    def _commit(self, entry: journal.Entry, body: Body, value: Any) -> Any:
+        point("step.body.a")
+        try:
+            encoded, decoded = codec.round_trip(value, body.annotation, where=f"step {body.name!r}")
+        except EncodingError as error:
+            self.record_failure(entry, body.name, error)
+        point("step.encode.a")
+        point("step.commit.b")
+        self.guarded(
+            lambda: self._pass.attempt.commit(
+                lambda guard: journal.commit(
+                    guard, entry, state=StepState.DONE, result=encoded.data, digest=encoded.digest
+                ),
+                entry.key,
+            )
+        )
+        point("step.commit.a")
+        return decoded
+
+    def _failed(self, entry: journal.Entry, name: str, error: Exception, *, elapsed: float) -> journal.Entry:
+        """Record a failed try and return when the next one is due; raise when there is none."""
+        the_pass = self._pass
+        policy = self._options.retry or the_pass.retry
+        tried = replace(entry, failures=entry.failures + 1)
+        delay = policy.next_delay(tried.failures, random.random, error=error, elapsed=timedelta(seconds=elapsed))
+        if delay is None:
+            self.record_failure(tried, name, error)
+        delay = min(delay, LONGEST)
+        telemetry.count(telemetry.Counter.STEP_RETRY)
+        kept = failures.capture(error, step=name).to_bytes()
+        due = self.guarded(
+            lambda: the_pass.attempt.write(
+                lambda guard: journal.record_try(
+                    guard, tried, delay_seconds=delay.total_seconds(), error=kept, age_seconds=elapsed
+                ),
+                cancel=lambda reply: reply is not None and reply.cancel,
+            )
+        )
+        assert due is not None
+        if due.cancel:
+            the_pass.leave(Canceled("cancelled"))
+        seconds = due.seconds or 0.0
+        if seconds > IN_PROCESS_SECONDS:
+            self._park_for_retry(entry, f"retry of step {name} in {delay}")
+        elif the_pass.attempt.signal.wait(seconds):
+            the_pass.check()
+        return tried
+
+    def _park_for_retry(self, entry: journal.Entry, until: str) -> None:
+        self.guarded(lambda: self._pass.suspend(RunState.RETRYING, steps=[entry.key], until=until))
+
+    def record_failure(self, entry: journal.Entry, name: str, error: Exception) -> NoReturn:
+        """Record a failure as the final outcome of a step and raise it as every replay will."""
+        failure = failures.capture(error, step=name)
+        self.guarded(
+            lambda: self._pass.attempt.commit(
+                lambda guard: journal.commit(guard, entry, state=StepState.FAILED, error=failure.to_bytes()), entry.key
+            )
+        )
+        raise self._pass.exceptions.rebuild(failure) from error
+
+    def guarded(self, work: Callable[[], R]) -> R:
+        """Run a piece of the engine; an exit it takes is taken for good."""
+        try:
+            return work()
+        except Exit as how:
+            self._pass.leave(how)
