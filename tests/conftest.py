@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -64,6 +65,9 @@ OLDER_URL, OLDER_TOLD = "UMT_TEST_OLDER_URL", "UMT_TEST_OLDER_TOLD"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell's background jobs ignore it, and what they start does too; some tests interrupt what they start.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "each_postgres: runs on the private Postgres and on an older reachable one")
     config.addinivalue_line("markers", "private_postgres_only: restarts or reconfigures its server")
     if not hasattr(config, "workerinput"):

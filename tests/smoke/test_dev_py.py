@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import dev
+
+PROJECT = dev.PROJECT
 
 MAKE_BLIND = "import runpy, sys; sys.modules['ensurepip'] = None; runpy.run_path('dev.py', run_name='__main__')"
 
@@ -204,3 +208,17 @@ def test_the_suite_runs_two_at_a_time_unless_told_otherwise(arguments: list[str]
 
     assert ("loadfile" in program) is spread
     assert program[len(program) - len(arguments) :] == arguments
+
+
+def test_the_test_command_installs_every_program_that_the_tests_start() -> None:
+    config = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras, groups = config["project"]["optional-dependencies"], config["dependency-groups"]
+    wanted = [groups.get(name) or extras[name] for name in dev.COMMANDS["test"].needs]
+    lines = [line for part in [config["project"]["dependencies"], *wanted] for line in part]
+    installed = {re.split(r"[^\w-]", line)[0] for line in lines}
+
+    sources = [path.read_text(encoding="utf-8") for path in (PROJECT / "tests").rglob("*.py")]
+    started = {name for source in sources for name in re.findall(r'"-m", "(\w+)"', source)}
+
+    assert started >= {"celery", "mypy"}
+    assert started - installed == set()

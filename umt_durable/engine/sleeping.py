@@ -9,7 +9,6 @@ from umt_durable import telemetry
 from umt_durable.engine.exits import Canceled
 from umt_durable.engine.passing import IN_PROCESS_SECONDS, Pass
 from umt_durable.engine.recording import Recorder
-from umt_durable.records import StepEntry
 from umt_durable.states import RunState, StepKind, StepState
 from umt_durable.store import journal
 from umt_durable.store.guard import Guard
