@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from umt_durable.bridge.durable import Durable
     from umt_durable.bridge.engine_port import OutboxRelay, TaskEngine, create_default_registry, define_task
     from umt_durable.bridge.task import DurableTask
+    from umt_durable.engine.async_context import AsyncTaskContext
     from umt_durable.engine.client import History
     from umt_durable.engine.context import TaskContext, current_context
     from umt_durable.engine.registry import TaskDefinition, TaskRegistry
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from umt_durable.states import RunState
 
 __all__ = [
+    "AsyncTaskContext",
     "AutocommitError",
     "BrokerUnavailableError",
     "ConfigurationError",
@@ -95,6 +97,7 @@ _HOMES: Final = {
     "bridge.durable": ("Durable",),
     "bridge.engine_port": ("OutboxRelay", "TaskEngine", "create_default_registry", "define_task"),
     "bridge.task": ("DurableTask",),
+    "engine.async_context": ("AsyncTaskContext",),
     "engine.client": ("History",),
     "engine.context": ("TaskContext", "current_context"),
     "engine.registry": ("TaskDefinition", "TaskRegistry"),

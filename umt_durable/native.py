@@ -66,6 +66,11 @@ def event() -> Event:
     return threading.Event() if allocate is None else _NativeEvent(allocate())
 
 
+def is_patched() -> bool:
+    """Say whether threads are greenlets in this process."""
+    return _original("start_new_thread") is not None
+
+
 def _original(name: str) -> Any:
     """Return a function of `_thread` as it was before gevent patched it, or None where it has not."""
     monkey = sys.modules.get("gevent.monkey")

@@ -5,6 +5,7 @@ SQLAlchemy is imported only when a caller hands over something of SQLAlchemy's.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -47,11 +48,29 @@ def caller(conn: object) -> Caller:
     """
     if isinstance(conn, psycopg.Connection):
         return _PsycopgCaller(conn)
+    if isinstance(conn, _AsyncPsycopgCaller | _AsyncSqlalchemyCaller):
+        return conn
     kind = _sqlalchemy_kind(conn)
     if kind is not None:
         return _SqlalchemyCaller(conn, kind)
     given = f"{type(conn).__module__}.{type(conn).__name__}"
+    if _is_async(conn):
+        raise DefinitionError(f"conn is async ({given}): await the call that begins with `a`, such as `aenqueue`")
     raise DefinitionError(f"conn must be a SQLAlchemy Session or Connection or a psycopg Connection, not {given}")
+
+
+def async_caller(conn: object) -> Caller:
+    """Return the open transaction that a caller gives on the running event loop, to be used from another thread.
+
+    Shape: a SQLAlchemy AsyncSession or AsyncConnection, with any driver, or a psycopg AsyncConnection.
+    Errors: as `caller`.
+    """
+    loop = asyncio.get_running_loop()
+    if isinstance(conn, psycopg.AsyncConnection):
+        return _AsyncPsycopgCaller(conn, loop)
+    if not _is_async(conn):
+        return caller(conn)
+    return _AsyncSqlalchemyCaller(conn, loop)
 
 
 class _PsycopgCaller:
@@ -68,6 +87,44 @@ class _PsycopgCaller:
 
     def after_commit(self, hook: Callable[[], None]) -> None:
         """psycopg has no such hook: the relay's poll finds the row."""
+
+
+class _AsyncPsycopgCaller:
+    def __init__(self, conn: psycopg.AsyncConnection[Any], loop: asyncio.AbstractEventLoop) -> None:
+        if conn.autocommit and conn.info.transaction_status is TransactionStatus.IDLE:
+            raise AutocommitError(
+                "the psycopg connection is in autocommit with no transaction open: use `async with conn.transaction():`"
+            )
+        self._conn, self._loop = conn, loop
+
+    def one(self, query: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        async def execute() -> tuple[Any, ...] | None:
+            async with self._conn.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+                await cursor.execute(query.encode(), params)
+                return await cursor.fetchone()
+
+        return asyncio.run_coroutine_threadsafe(execute(), self._loop).result()
+
+    def after_commit(self, hook: Callable[[], None]) -> None:
+        """psycopg has no such hook: the relay's poll finds the row."""
+
+
+class _AsyncSqlalchemyCaller:
+    """Leads to the sync Session or Connection that is inside an async one; its methods run on the caller's loop."""
+
+    def __init__(self, conn: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._conn, self._loop = conn, loop
+
+    def one(self, query: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        work = self._conn.run_sync(lambda inside: caller(inside).one(query, params))
+        found: tuple[Any, ...] | None = asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return found
+
+    def after_commit(self, hook: Callable[[], None]) -> None:
+        """Have the hook called in a thread: it may wait for the database, and the loop must not."""
+        loop = self._loop
+        work = self._conn.run_sync(lambda inside: caller(inside).after_commit(lambda: _in_thread(loop, hook)))
+        asyncio.run_coroutine_threadsafe(work, loop).result()
 
 
 class _SqlalchemyCaller:
@@ -89,6 +146,11 @@ class _SqlalchemyCaller:
     def after_commit(self, hook: Callable[[], None]) -> None:
         if self._kind == "session":
             _Hooks.of(self._given).add(hook)
+
+
+def _in_thread(loop: asyncio.AbstractEventLoop, hook: Callable[[], None]) -> None:
+    """Have something done in a thread of a loop."""
+    loop.run_in_executor(None, hook)
 
 
 class _Hooks:
@@ -266,6 +328,16 @@ def _is_sqlalchemy_source(value: object) -> bool:
     from sqlalchemy.orm import sessionmaker
 
     return isinstance(value, Engine | sessionmaker)
+
+
+def _is_async(value: object) -> bool:
+    if isinstance(value, psycopg.AsyncConnection):
+        return True
+    if "sqlalchemy.ext.asyncio" not in sys.modules:
+        return False
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+
+    return isinstance(value, AsyncConnection | AsyncSession | async_scoped_session)
 
 
 def _sqlalchemy_kind(value: object) -> str | None:

@@ -10,10 +10,11 @@ from uuid import UUID
 from celery import Celery
 from pydantic import BaseModel
 
-from umt_durable import Durable, History, RetryPolicy, Run, TaskContext, current_context
+from umt_durable import AsyncTaskContext, Durable, History, RetryPolicy, Run, TaskContext, current_context
 from umt_durable.states import RunState
 
 if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncSession
     from sqlalchemy.orm import Session
 
 app = Celery("shop")
@@ -40,6 +41,27 @@ def fulfil(ctx: TaskContext, order: Order, note: str = "") -> Receipt:
     ctx.step.sleep("cooling-off", timedelta(days=2))
     fact = ctx.step.wait_for_fact("approved", timeout=timedelta(days=14))
     return Receipt(text=f"{paid} {note} {fact.payload['by']}")
+
+
+async def charge_async(order: Order, *, currency: str = "EUR") -> str:
+    return f"{order.number} {currency}"
+
+
+@durable.task(name="shop.later", retry=RetryPolicy.NETWORK)
+async def later(ctx: AsyncTaskContext, order: Order, note: str = "") -> Receipt:
+    assert_type(await ctx.step.run("charge", charge_async, order, currency="USD"), str)
+    assert_type(await ctx.step.options(preemptible=True).run("plain", charge, order), str)
+    await ctx.step.sleep("cooling-off", timedelta(days=2))
+    assert_type(await ctx.uuid(), UUID)
+    return Receipt(text=note)
+
+
+async def use_async(session: AsyncSession, order: Order) -> None:
+    later.delay(order, note="gift")
+    await later.aenqueue(order, "gift")
+    await later.aenqueue(order, conn=session, idempotency_key=order.number)
+    assert_type(await durable.aget("r"), Run)
+    assert_type(await durable.asignal("r", "approved", conn=session), UUID)
 
 
 @durable.task

@@ -16,7 +16,7 @@ def charge(amount: int) -> str:
 
 @durable.task(name="shop.fulfil")
 def fulfil(ctx: TaskContext, order: str, pieces: int = 1) -> str:
-    ctx.step.run("charge", charge, order)  # expect: arg-type
+    ctx.step.run("charge", charge, order)  # expect: call-overload
     ctx.step.runs("charge", charge, pieces)  # expect: attr-defined
     count: int = ctx.step.run("charge", charge, pieces)  # expect: assignment
     return ctx.step.run("charge", charge, count)

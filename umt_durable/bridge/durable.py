@@ -15,6 +15,7 @@ from celery.utils.log import get_logger
 
 from umt_durable import codec, migrate
 from umt_durable.bridge import deliver, enqueuing, revoke
+from umt_durable.bridge.async_verbs import AsyncVerbs
 from umt_durable.bridge.bootsteps import install
 from umt_durable.bridge.declaring import adopt, declare, take_over_tasks
 from umt_durable.bridge.dispatch import CeleryDispatcher
@@ -29,7 +30,7 @@ from umt_durable.bridge.reporter import CeleryReporter
 from umt_durable.bridge.runtime import NODE_VARIABLE
 from umt_durable.bridge.spawned import worker_app
 from umt_durable.bridge.task import DurableTask
-from umt_durable.bridge.typed import Body, DurableTaskOf, P, R
+from umt_durable.bridge.typed import AsyncBody, Body, DurableTaskOf, P, R, TaskMaker
 from umt_durable.database import Database
 from umt_durable.engine.client import Client, History
 from umt_durable.engine.executor import Executor
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class Durable:
+class Durable(AsyncVerbs):
     """The durable side of a Celery app: its tasks, its database, and the verbs on runs.
 
     Shape: make it right after the app, before any task of the app is used. Settings are given here by name, or as
@@ -94,6 +95,17 @@ class Durable:
     @overload
     def task(
         self,
+        function: AsyncBody[P, R],
+        *,
+        name: str | None = None,
+        version: int = 1,
+        retry: RetryPolicy = RetryPolicy.NONE,
+        raises: Sequence[type[Exception]] = (),
+        **options: Any,
+    ) -> DurableTaskOf[P, R]: ...
+    @overload
+    def task(
+        self,
         function: Body[P, R],
         *,
         name: str | None = None,
@@ -112,7 +124,7 @@ class Durable:
         retry: RetryPolicy = RetryPolicy.NONE,
         raises: Sequence[type[Exception]] = (),
         **options: Any,
-    ) -> Callable[[Body[P, R]], DurableTaskOf[P, R]]: ...
+    ) -> TaskMaker: ...
     def task(
         self,
         function: Callable[..., Any] | None = None,
@@ -123,7 +135,7 @@ class Durable:
         raises: Sequence[type[Exception]] = (),
         **options: Any,
     ) -> Any:
-        """Make a durable task of a function that takes the context first.
+        """Make a durable task of a function, or a coroutine function, that takes the context first.
 
         Shape: `retry` is the policy of the run and of each step without one of its own; `raises` are exception classes
         that come back as themselves from the journal; other options are Celery's. Two versions of one name may be

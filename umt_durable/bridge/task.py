@@ -12,6 +12,7 @@ from umt_durable.bridge.deliver import is_settled
 from umt_durable.bridge.replacing import leave_for
 from umt_durable.bridge.request import DurableRequest
 from umt_durable.bridge.strategy import STRATEGY
+from umt_durable.engine.async_calls import in_thread
 from umt_durable.engine.context import TaskContext, current_context, has_context
 from umt_durable.errors import ConfigurationError
 
@@ -117,6 +118,34 @@ class DurableTask(Task):
             idempotency_ttl=idempotency_ttl,
             ref=ref,
             attributes=attributes,
+        )
+
+    async def aenqueue(
+        self,
+        *args: Any,
+        conn: object = None,
+        idempotency_key: str | None = None,
+        idempotency_ttl: float | None = None,
+        ref: str | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> AsyncResult:
+        """Start a run from an asyncio program; see `enqueue`.
+
+        Shape: `conn` is a SQLAlchemy AsyncSession or AsyncConnection, with any driver, or a psycopg AsyncConnection,
+        with a transaction open, or what `enqueue` takes.
+        """
+        return await in_thread(
+            lambda own: self.apply_async(
+                args,
+                kwargs,
+                conn=own,
+                idempotency_key=idempotency_key,
+                idempotency_ttl=idempotency_ttl,
+                ref=ref,
+                attributes=attributes,
+            ),
+            conn,
         )
 
     def apply_async(

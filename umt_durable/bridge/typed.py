@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
+from umt_durable.engine.async_context import AsyncTaskContext
 from umt_durable.engine.context import TaskContext
 
 if TYPE_CHECKING:
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Result = TypeVar("Result")
 Returned = TypeVar("Returned", covariant=True)
 
 Body: TypeAlias = Callable[Concatenate[TaskContext, P], R]
 """A durable body: the context comes first, and callers do not pass it."""
+
+AsyncBody: TypeAlias = Callable[Concatenate[AsyncTaskContext, P], Coroutine[Any, Any, R]]
+"""An async durable body."""
 
 
 class DurableTaskOf(Protocol[P, Returned]):
@@ -76,6 +81,22 @@ class DurableTaskOf(Protocol[P, Returned]):
     def enqueue(self, *args: Any, **kwargs: Any) -> AsyncResult:
         """Start a run with these arguments; see `DurableTask.enqueue` for the options."""
 
+    @overload
+    async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult: ...
+    @overload
+    async def aenqueue(
+        self,
+        *args: Any,
+        conn: object = None,
+        idempotency_key: str | None = None,
+        idempotency_ttl: float | None = None,
+        ref: str | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> AsyncResult: ...
+    async def aenqueue(self, *args: Any, **kwargs: Any) -> AsyncResult:
+        """Start a run from an asyncio program; see `DurableTask.aenqueue`."""
+
     def apply_async(
         self,
         args: Sequence[Any] | None = None,
@@ -117,3 +138,12 @@ class DurableTaskOf(Protocol[P, Returned]):
 
     def AsyncResult(self, task_id: str, **kwargs: Any) -> AsyncResult:
         """Return the result of a run by its id."""
+
+
+class TaskMaker(Protocol):
+    """What `durable.task(...)` returns: a decorator for plain and async bodies."""
+
+    @overload
+    def __call__(self, function: AsyncBody[P, Result], /) -> DurableTaskOf[P, Result]: ...
+    @overload
+    def __call__(self, function: Body[P, Result], /) -> DurableTaskOf[P, Result]: ...

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from umt_durable import telemetry
 from umt_durable.clock import boottime
@@ -26,10 +27,14 @@ PROOF_SECONDS = 0.1
 
 
 class Abort:
-    """Tells a body in flight that it should stop, and why: `cancel`, `lease_lost` or `shutdown`."""
+    """Tells a body in flight that it should stop, and why: `cancel`, `lease_lost` or `shutdown`.
+
+    An async body can await it: it then goes on once it was asked to stop.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._hooks: list[Callable[[], object]] = []
         self.reason: str | None = None
 
     def set(self, reason: str) -> None:
@@ -37,10 +42,36 @@ class Abort:
         if self.reason is None:
             self.reason = reason
         self._event.set()
+        for hook in list(self._hooks):
+            hook()
 
     def is_set(self) -> bool:
         """Say whether the body was asked to stop."""
         return self._event.is_set()
+
+    def on_set(self, hook: Callable[[], object]) -> Callable[[], None]:
+        """Have a hook called when the body is asked to stop, perhaps twice, and at once if it was.
+
+        The reply forgets the hook.
+        """
+        self._hooks.append(hook)
+        if self._event.is_set():
+            hook()
+
+        def forget() -> None:
+            if hook in self._hooks:
+                self._hooks.remove(hook)
+
+        return forget
+
+    def __await__(self) -> Generator[Any, None, None]:
+        loop = asyncio.get_running_loop()
+        asked = asyncio.Event()
+        forget = self.on_set(lambda: loop.call_soon_threadsafe(asked.set))
+        try:
+            yield from asked.wait().__await__()
+        finally:
+            forget()
 
     def wait(self, seconds: float) -> bool:
         """Wait up to that long for the request to stop; say whether it came."""

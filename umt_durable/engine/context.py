@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from umt_durable.engine import loops
 from umt_durable.engine.attempt import Abort
 from umt_durable.errors import DurableError
 from umt_durable.redaction import RedactingFilter
@@ -51,17 +52,15 @@ class ReplayLogger(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
 
-class TaskContext:
-    """The context of one pass through a durable body.
+class RunContext:
+    """What the contexts of plain and of async bodies have in common.
 
     Every method may leave the body by an exit that `except Exception` does not catch; after one, each further call
     leaves the same way.
     """
 
-    def __init__(self, the_pass: Pass, steps: Steps) -> None:
+    def __init__(self, the_pass: Pass) -> None:
         self._pass = the_pass
-        self.step = steps
-        """The steps this body can call."""
         self.logger = ReplayLogger(logger, the_pass)
         """A logger that redacts secrets and is silent on replay."""
 
@@ -125,6 +124,24 @@ class TaskContext:
         """Leave the body if a cancel was asked for or the lease was lost."""
         self._pass.check()
 
+
+class TaskContext(RunContext):
+    """The context of one pass through a durable body."""
+
+    def __init__(self, the_pass: Pass, steps: Steps) -> None:
+        super().__init__(the_pass)
+        self._steps = steps
+
+    @property
+    def step(self) -> Steps:
+        """The steps this body can call.
+
+        Errors: DurableError in the code of an async body, which would hold up all others: its own context is awaited.
+        """
+        if loops.is_here():
+            raise DurableError("this durable body is async: await the steps of the context that is its first argument")
+        return self._steps
+
     def now(self) -> datetime:
         """Return the database's time, the same at each replay."""
         value = self.step.value("ctx.now", self._pass.database_now, datetime)
@@ -147,6 +164,7 @@ class TaskContext:
 def current_context() -> TaskContext:
     """Return the context of the durable body that is being executed here.
 
+    In an async body, and in its steps' functions, it is for what is not awaited, such as `idempotency_key`.
     Errors: DurableError outside one.
     """
     context = _current.get()

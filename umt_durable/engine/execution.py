@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 from collections.abc import Mapping
@@ -12,10 +13,12 @@ from typing import Any
 from umt_durable import codec, telemetry
 from umt_durable.database import Database
 from umt_durable.engine import failures
+from umt_durable.engine.async_context import AsyncSteps, AsyncTaskContext
 from umt_durable.engine.attempt import Attempt
-from umt_durable.engine.context import TaskContext, _current
+from umt_durable.engine.context import RunContext, TaskContext, _current
 from umt_durable.engine.exits import Canceled, Exit, Released, Replaced, Suspended
 from umt_durable.engine.failures import Failure
+from umt_durable.engine.loops import drive
 from umt_durable.engine.outcomes import Delivery, Dropped, Finished, Outcome, Parked, Superseded
 from umt_durable.engine.passing import LONGEST, Pass
 from umt_durable.engine.registry import TaskDefinition, TaskRegistry
@@ -120,12 +123,16 @@ class Execution:
         )
 
     def _call(self, the_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context = TaskContext(the_pass, Steps(the_pass))
-        before = _current.set(context)
+        steps = Steps(the_pass)
+        plain = TaskContext(the_pass, steps)
+        context: RunContext = plain
+        before = _current.set(plain)
+        if inspect.iscoroutinefunction(self._definition.function):
+            context = AsyncTaskContext(the_pass, AsyncSteps(the_pass, steps))
         try:
-            if self._definition.takes_context:
-                return self._definition.body(context, *args, **kwargs)
-            return self._definition.body(*args, **kwargs)
+            first = (context,) if self._definition.takes_context else ()
+            value = self._definition.body(*first, *args, **kwargs)
+            return drive(value) if inspect.iscoroutine(value) else value
         finally:
             _current.reset(before)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -11,12 +12,12 @@ from uuid import UUID
 
 from umt_durable import codec, telemetry
 from umt_durable.clock import boottime
-from umt_durable.engine import failures
+from umt_durable.engine import failures, loops
 from umt_durable.engine.attempt import AlreadyRecordedError
 from umt_durable.engine.exits import Canceled, Exit
 from umt_durable.engine.passing import IN_PROCESS_SECONDS, LONGEST, Pass
 from umt_durable.engine.retry import RetryPolicy
-from umt_durable.errors import EncodingError, JournalCorruptError, NonDeterminismError
+from umt_durable.errors import DurableError, EncodingError, JournalCorruptError, NonDeterminismError
 from umt_durable.failpoints import point
 from umt_durable.records import StepEntry
 from umt_durable.states import RunState, StepKind, StepState
@@ -27,10 +28,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """What `step.options(...)` sets for the next step: its explicit key, and its own retry policy."""
+    """What `step.options(...)` sets for the next step: its explicit key, its retry policy, how its coroutine ends."""
 
     key: str | int | UUID | None = None
     retry: RetryPolicy | None = None
+    preemptible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +191,20 @@ class Recorder:
             return work()
         except Exit as how:
             self._pass.leave(how)
+
+
+def run_coroutine(the_pass: Pass, coroutine: Coroutine[Any, Any, R], *, preemptible: bool) -> R:
+    """Run the coroutine of a step on the event loop of this process, and wait for its end.
+
+    Errors: what leaves it; the pass's exit when it was cancelled because the body should stop; DurableError when it was
+    cancelled otherwise.
+    """
+    signal = the_pass.attempt.signal
+    try:
+        if not preemptible:
+            return loops.run(coroutine)
+        with ExitStack() as stack:
+            return loops.run(coroutine, on_start=lambda cancel: stack.callback(signal.on_set(cancel)))
+    except loops.Cancelled:
+        signal.raise_if_set()
+        raise DurableError("the coroutine of a step was cancelled, though nobody asked for that") from None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 from uuid import UUID
 
 from umt_durable import codec
 from umt_durable.engine.passing import LONGEST, Pass
-from umt_durable.engine.recording import Body, Recorder, StepOptions
+from umt_durable.engine.recording import Body, Recorder, StepOptions, run_coroutine
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.sleeping import Sleep, sleep
 from umt_durable.engine.txstep import run_in_transaction
@@ -32,32 +32,34 @@ class Steps:
         self._options = options or StepOptions()
         self._recorder = Recorder(the_pass, self._options)
 
-    def options(self, *, key: str | int | UUID | None = None, retry: RetryPolicy | None = None) -> Steps:
+    def options(
+        self, *, key: str | int | UUID | None = None, retry: RetryPolicy | None = None, preemptible: bool = False
+    ) -> Steps:
         """Return these steps with options for the call that follows.
 
-        Shape: `key` tells same-named steps apart whatever their order; `retry` replaces the task's policy.
+        Shape: `key` tells same-named steps apart whatever their order; `retry` replaces the task's policy;
+        `preemptible` has a coroutine cancelled as soon as the body should stop (a cancel, a lost lease, a shutdown),
+        where a plain function is let finish.
         """
-        return Steps(self._pass, replace(self._options, key=key, retry=retry))
+        return Steps(self._pass, replace(self._options, key=key, retry=retry, preemptible=preemptible))
 
-    def run(self, name: str, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    @overload
+    def run(self, name: str, fn: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def run(self, name: str, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def run(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Execute a function once and record its result; at every replay give that result back instead (I6).
 
-        The result is what would be read back: typed by the function's return annotation, also on the first pass.
+        The result is what would be read back: typed by the function's return annotation, also on the first pass. A
+        coroutine function runs on the event loop of the process.
         Errors: whatever the function raises when its retries are used up, recorded too; EncodingError, without a retry,
         for a result that cannot be stored; NonDeterminismError when the journal holds something else here.
         """
         annotation = codec.return_annotation(fn)
-        if inspect.iscoroutinefunction(fn):
-            raise DefinitionError(
-                f"step {name!r}: {fn.__qualname__} is a coroutine function; steps are plain functions"
-            )
         entry, recorded = self._recorder.identify(name, StepKind.RUN, args, kwargs)
         if recorded is not None and recorded.state is not StepState.STARTED:
-            result: R = self._recorder.replay(recorded, annotation)
-            return result
-        body = Body(lambda: fn(*args, **kwargs), annotation, name)
-        value: R = self._recorder.execute(entry, recorded, body)
-        return value
+            return self._recorder.replay(recorded, annotation)
+        return self._recorder.execute(entry, recorded, Body(self._call(fn, args, kwargs), annotation, name))
 
     def transaction(
         self, name: str, fn: Callable[..., R], /, *args: Any, on: Binding | str | None = None, **kwargs: Any
@@ -134,6 +136,12 @@ class Steps:
             return result
         value: R = self._recorder.execute(entry, recorded, Body(make, annotation, name))
         return value
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+        """Return a call of a step's function, which may be a coroutine function."""
+        if not inspect.iscoroutinefunction(fn):
+            return lambda: fn(*args, **kwargs)
+        return lambda: run_coroutine(self._pass, fn(*args, **kwargs), preemptible=self._options.preemptible)
 
     def _binding(self, on: Binding | str | None) -> Binding:
         bindings = self._pass.bindings

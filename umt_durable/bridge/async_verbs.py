@@ -1,0 +1,83 @@
+"""The verbs on runs for asyncio programs: the same as those of `Durable`, to be awaited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from umt_durable.engine.async_calls import in_thread
+from umt_durable.engine.client import Client, History
+from umt_durable.records import Run
+from umt_durable.states import RunState
+
+
+class AsyncVerbs:
+    """Mixed into `Durable`.
+
+    Shape: `conn` is a SQLAlchemy AsyncSession or AsyncConnection, with any driver, or a psycopg AsyncConnection, with a
+    transaction open, or what the plain verbs take.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def client(self) -> Client: ...
+
+    async def asignal(
+        self,
+        run_id: str,
+        name: str,
+        payload: Any = None,
+        *,
+        conn: object = None,
+        actor: str | None = None,
+        dedupe: str | None = None,
+    ) -> UUID:
+        """Say a fact to one run; see `Client.signal`."""
+        return await in_thread(
+            lambda own: self.client.signal(run_id, name, payload, conn=own, actor=actor, dedupe=dedupe), conn
+        )
+
+    async def aemit(
+        self,
+        name: str,
+        key: str,
+        payload: Any = None,
+        *,
+        conn: object = None,
+        actor: str | None = None,
+        dedupe: str | None = None,
+    ) -> UUID:
+        """Say a fact under a name and key; see `Client.emit`."""
+        return await in_thread(
+            lambda own: self.client.emit(name, key, payload, conn=own, actor=actor, dedupe=dedupe), conn
+        )
+
+    async def acancel(
+        self, run_id: str, *, reason: str | None = None, conn: object = None, actor: str | None = None
+    ) -> UUID:
+        """Ask that a run end as cancelled; see `Client.cancel`."""
+        return await in_thread(lambda own: self.client.cancel(run_id, reason=reason, conn=own, actor=actor), conn)
+
+    async def aget(self, run_id: str) -> Run:
+        """Read one run; see `Client.get`."""
+        return await in_thread(lambda _: self.client.get(run_id))
+
+    async def ahistory(self, run_id: str) -> History:
+        """Read what happened to a run; see `Client.history`."""
+        return await in_thread(lambda _: self.client.history(run_id))
+
+    async def alist(
+        self,
+        *,
+        task: str | None = None,
+        states: Sequence[RunState | str] | None = None,
+        ref: str | None = None,
+        before: int | None = None,
+        limit: int = 100,
+    ) -> list[Run]:
+        """Read a page of runs; see `Client.list`."""
+        return await in_thread(
+            lambda _: self.client.list(task=task, states=states, ref=ref, before=before, limit=limit)
+        )

@@ -1,0 +1,95 @@
+"""The context of an async body: the same steps, awaited."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Coroutine
+from datetime import datetime
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+
+from umt_durable.engine.context import RunContext
+from umt_durable.engine.loops import in_owner
+from umt_durable.engine.passing import Pass
+from umt_durable.engine.retry import RetryPolicy
+from umt_durable.engine.steps import Steps
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _awaited(
+    method: Callable[Concatenate[Steps, P], R],
+) -> Callable[Concatenate[AsyncSteps, P], Coroutine[Any, Any, R]]:
+    """Return a step that is done in the thread of its body while the body awaits it."""
+
+    @wraps(method)
+    async def call(self: AsyncSteps, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self._do(lambda: method(self._steps, *args, **kwargs))
+
+    return call
+
+
+class AsyncSteps:
+    """The vocabulary of an async durable body: `Steps`, each to be awaited.
+
+    They are done one after the other, also those that are awaited together by `asyncio.gather`.
+    """
+
+    def __init__(self, the_pass: Pass, steps: Steps) -> None:
+        self._pass = the_pass
+        self._steps = steps
+
+    def options(
+        self, *, key: str | int | uuid.UUID | None = None, retry: RetryPolicy | None = None, preemptible: bool = False
+    ) -> AsyncSteps:
+        """Return these steps with options for the call that follows; see `Steps.options`."""
+        return AsyncSteps(self._pass, self._steps.options(key=key, retry=retry, preemptible=preemptible))
+
+    @overload
+    async def run(
+        self, name: str, fn: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R: ...
+    @overload
+    async def run(self, name: str, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    async def run(self, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Execute a function or coroutine function once and record its result; see `Steps.run`."""
+        return await self._do(lambda: self._steps.run(name, fn, *args, **kwargs))
+
+    transaction = _awaited(Steps.transaction)
+    sleep = _awaited(Steps.sleep)
+    sleep_until = _awaited(Steps.sleep_until)
+    wait_for_fact = _awaited(Steps.wait_for_fact)
+
+    async def value(self, name: str, make: Callable[[], R], annotation: Any) -> R:
+        """Record a value made by the engine itself, such as the time."""
+        return await self._do(lambda: self._steps.value(name, make, annotation))
+
+    async def _do(self, work: Callable[[], R]) -> R:
+        self._pass.check()  # before the thread is asked: inside a step's body it is waiting for that step
+        return await in_owner(work)
+
+
+class AsyncTaskContext(RunContext):
+    """The context of one pass through an async durable body."""
+
+    def __init__(self, the_pass: Pass, steps: AsyncSteps) -> None:
+        super().__init__(the_pass)
+        self.step = steps
+        """The steps this body can await."""
+
+    async def now(self) -> datetime:
+        """Return the database's time, the same at each replay."""
+        value: datetime = await self.step.value("ctx.now", self._pass.database_now, datetime)
+        return value
+
+    async def uuid(self) -> uuid.UUID:
+        """Return a random UUID, the same at each replay."""
+        value: uuid.UUID = await self.step.value("ctx.uuid", uuid.uuid4, uuid.UUID)
+        return value
+
+    async def random(self) -> float:
+        """Return a random number from 0 to 1, the same at each replay."""
+        value: float = await self.step.value("ctx.random", random.random, float)
+        return value
