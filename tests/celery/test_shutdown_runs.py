@@ -109,6 +109,8 @@ def test_cold_shutdown_repeats_the_step_it_stopped_and_nothing_else(
     assert leaver.wait() == 0
     assert clock() - began < 15.0
     gates.open("inside")
+    until(lambda: tasks.durable.get(result.id).state is RunState.READY, what="the run to be given back")
+    assert tasks.durable.get(result.id).crashes == 0, "who asked for a shutdown reported no crash"
 
     start_worker(concurrency=1, name="next")
     assert result.get(timeout=60) == list(range(1, 11))

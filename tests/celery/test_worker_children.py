@@ -62,7 +62,9 @@ class Seen:
         assert delivery is None
         self.lost.append((pid, status))
 
-    def delivery_ended(self, delivery: Delivery, *, known_dead: bool, reason: str, again: bool = True) -> None:
+    def delivery_ended(
+        self, delivery: Delivery, *, known_dead: bool, reason: str, again: bool = True, crashed: bool = True
+    ) -> None:
         raise AssertionError("no delivery is known here")
 
     def cancel_asked(self, asked: CancelAsked) -> None:

@@ -376,6 +376,20 @@ def test_a_delivery_that_is_over_gives_its_run_back_and_waits_only_for_a_process
     assert (attempts.of_run(conn, grant.token.run)[0].error or "").endswith(": time limit")
 
 
+def test_i14_an_end_that_was_asked_for_uses_none_of_the_crash_budget(
+    conn: Connection, database: Database, settings: Settings
+) -> None:
+    new, grant, _ = kit.running(conn)
+    crashes = row(conn, grant.token.run, "crashes")
+
+    takeover.end_delivery(
+        database, claim=grant.token.claim, known_dead=True, reason="x", settings=settings, crashed=False
+    )
+
+    assert kit.state(conn, new.id) == "ready"
+    assert row(conn, grant.token.run, "crashes") == crashes == (0,)
+
+
 def test_a_delivery_is_ended_even_while_its_row_is_locked_for_a_moment(
     conn: Connection, database: Database, settings: Settings, other: Connection
 ) -> None:

@@ -37,9 +37,11 @@ class IncidentThread:
         """Queue that a pool child has ended."""
         self._queue.put(ChildLost(pid, status, delivery))
 
-    def delivery_ended(self, delivery: Delivery, *, known_dead: bool, reason: str, again: bool = True) -> None:
+    def delivery_ended(
+        self, delivery: Delivery, *, known_dead: bool, reason: str, again: bool = True, crashed: bool = True
+    ) -> None:
         """Queue that a delivery is over."""
-        self._queue.put(DeliveryEnded(delivery, known_dead, reason, again))
+        self._queue.put(DeliveryEnded(delivery, known_dead, reason, again, crashed))
 
     def cancel_asked(self, asked: CancelAsked) -> None:
         """Queue that runs are to be cancelled."""

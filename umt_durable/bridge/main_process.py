@@ -71,6 +71,7 @@ def _end(durable: Durable, incident: ChildLost | DeliveryEnded) -> None:
             known_dead=incident.known_dead,
             reason=incident.reason,
             settings=settings,
+            crashed=incident.crashed,
         )
     if delivery is not None and again:
         takeover.rehint(database, delivery.run, delivery.nesting)

@@ -150,7 +150,9 @@ class DurableRequest(Request):
             return
         self._already_cancelled = True
         if self._begin_end():
-            self._incidents.delivery_ended(self.delivery, known_dead=False, reason="cancelled by the worker's shutdown")
+            self._incidents.delivery_ended(
+                self.delivery, known_dead=False, reason="cancelled by the worker's shutdown", crashed=False
+            )
         self.send_event("task-cancelled")
 
     def _child_lost(self, error: WorkerLostError) -> None:

@@ -51,13 +51,15 @@ class DeliveryEnded:
     """A delivery is over without a word from its body, whose process may still be unwinding unless `known_dead`.
 
     Shape: `again` asks for another delivery at once, should the run still be ready; without it that waits until the
-    hint counts as lost, for what went wrong here before the claim would go wrong again.
+    hint counts as lost, for what went wrong here before the claim would go wrong again. `crashed` says that it counts
+    against the run's crash budget: not where a shutdown ended it.
     """
 
     delivery: Delivery
     known_dead: bool
     reason: str
     again: bool = True
+    crashed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,9 @@ class Incidents(Protocol):
     def child_lost(self, *, pid: int, status: int | None, delivery: Delivery | None) -> None:
         """Queue that a pool child has ended. `delivery` is what it was executing, when that is known."""
 
-    def delivery_ended(self, delivery: Delivery, *, known_dead: bool, reason: str, again: bool = True) -> None:
+    def delivery_ended(
+        self, delivery: Delivery, *, known_dead: bool, reason: str, again: bool = True, crashed: bool = True
+    ) -> None:
         """Queue that a delivery is over: a time limit, a terminated or cancelled request, an exit of the body."""
 
     def cancel_asked(self, asked: CancelAsked) -> None:

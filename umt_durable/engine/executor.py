@@ -79,7 +79,8 @@ class Executor:
             return self._abandoned(Abandoned(str(error), fenced=False), attempt, reporter)
         except BaseException as error:
             # sys.exit() in a body, a cancelled greenlet, a defect of ours: neither outcome nor suspension.
-            self._give_up(grant.token, f"{type(error).__name__} left the body")
+            crashed = not (isinstance(error, SystemExit) and self._is_leaving())  # a cold shutdown ends bodies so
+            self._give_up(grant.token, f"{type(error).__name__} left the body", crashed=crashed)
             raise
         finally:
             self._lease.release(attempt)
@@ -121,11 +122,16 @@ class Executor:
                 self._database.do(lambda conn: outbox.report_again(conn, attempt.token.run), seconds=5.0)
         return Dropped(how.reason)
 
-    def _give_up(self, token: Token, reason: str) -> None:
+    def _give_up(self, token: Token, reason: str, *, crashed: bool = True) -> None:
         """End a grant that nobody will use; where that fails, end this process's lease, which has the same effect."""
         try:
             takeover.end_delivery(
-                self._database, claim=token.claim, known_dead=False, reason=reason, settings=self._settings
+                self._database,
+                claim=token.claim,
+                known_dead=False,
+                reason=reason,
+                settings=self._settings,
+                crashed=crashed,
             )
         except DatabaseUnavailableError:
             self._lease.lose()

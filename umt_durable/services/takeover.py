@@ -69,12 +69,17 @@ class SweepCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Cause:
-    """Why a grant is ended. `only_dead`: it must be lost at that moment; `waits`: a lock on its run is waited for."""
+    """Why a grant is ended.
+
+    Shape: `only_dead`: it must be lost at that moment; `waits`: a lock on its run is waited for; `crashed`: it uses up
+    one of the crashes that the run may have.
+    """
 
     text: str
     only_dead: bool
     delay_seconds: float
     waits: bool
+    crashed: bool = True
 
 
 class Sweeper:
@@ -171,18 +176,20 @@ def end_process(
     return sum(end is not None for end in ends)
 
 
-def end_delivery(database: Database, *, claim: UUID, known_dead: bool, reason: str, settings: Settings) -> bool:
+def end_delivery(
+    database: Database, *, claim: UUID, known_dead: bool, reason: str, settings: Settings, crashed: bool = True
+) -> bool:
     """End the grant that a claim holds, if there is one; say whether there was.
 
     Shape: `known_dead` says that the process of the delivery has ended; without it no proof of that process may be
-    outrun, so the run is claimable only a moment later.
+    outrun, so the run is claimable only a moment later. An end that an operator asked for is not `crashed`.
     Errors: DatabaseUnavailableError; repeating it is safe.
     """
     candidate = database.do(lambda conn: runs.of_claim(conn, claim))
     if candidate is None:
         return False
     delay = 0.0 if known_dead else PROOF_DELAY_SECONDS
-    cause = _Cause(reason, only_dead=False, delay_seconds=delay, waits=True)
+    cause = _Cause(reason, only_dead=False, delay_seconds=delay, waits=True, crashed=crashed)
     return _take_over(database, settings, candidate, cause) is not None
 
 
@@ -208,6 +215,7 @@ def _take_over(database: Database, settings: Settings, candidate: Candidate, cau
             budget=settings.max_crashes,
             why=why,
             error=error,
+            counts=cause.crashed,
         )
         failpoints.point("sweep.update.a")
         if ended is None:

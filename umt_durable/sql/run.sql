@@ -314,7 +314,8 @@ SELECT no, fence FROM {schema}.run WHERE state = 'running' AND claim = %(claim)s
 -- name: take_over_run :maybe
 -- End the grant of a lost run: ready again after `delay`, quarantined when its crashes without progress are used up, or
 -- cancelled when that was asked for. The row is locked first and the clock read after: a plain UPDATE would compute its
--- clock before it waits for the owner's FOR SHARE lock, and the delay would be gone.
+-- clock before it waits for the owner's FOR SHARE lock, and the delay would be gone. `counts`: the end was a crash; one
+-- that an operator asked for leaves the crash budget as it is.
 -- Locks: run (SKIP LOCKED), then attempt, then outbox_event. Index: run_pkey, step_pkey.
 WITH c AS MATERIALIZED (
     SELECT r.no, r.fence, r.worker, r.crashes, r.cancel_at IS NOT NULL AS cancel
@@ -324,7 +325,8 @@ WITH c AS MATERIALIZED (
             OR NOT EXISTS (SELECT 1 FROM {schema}.worker AS w WHERE w.id = r.worker AND w.lease_until > {schema}.now()))
        FOR UPDATE OF r SKIP LOCKED),
 p AS (
-    SELECT c.*, CASE WHEN EXISTS (SELECT 1 FROM {schema}.step AS s WHERE s.run = c.no AND s.fence = c.fence AND s.state = 'done')
+    SELECT c.*, CASE WHEN NOT %(counts)s THEN c.crashes
+                     WHEN EXISTS (SELECT 1 FROM {schema}.step AS s WHERE s.run = c.no AND s.fence = c.fence AND s.state = 'done')
                      THEN 1 ELSE c.crashes + 1 END AS crashed
       FROM c),
 u AS (

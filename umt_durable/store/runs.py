@@ -253,12 +253,13 @@ def take_over(
     budget: int,
     why: str,
     error: bytes,
+    counts: bool = True,
 ) -> tuple[bool, RunState] | None:
     """End the grant of a lost run; None when it was not lost any more (RG-1) or is locked.
 
     Shape: (cancel pending: the caller finalises it in this transaction, the state it is in now).
     Units: `delay_seconds` keeps the run unclaimable until no proof of the old owner can hold; zero only where that
-    process is known to have ended.
+    process is known to have ended. Without `counts` it was no crash, and uses none of the budget.
     """
     run, fence = candidate
     row = sql.maybe(
@@ -272,6 +273,7 @@ def take_over(
         budget=budget,
         why=texts.storable(why),
         error=error,
+        counts=counts,
     )
     return None if row is None else (bool(row[1]), RunState(row[2]))
 
