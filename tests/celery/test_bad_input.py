@@ -91,3 +91,4 @@ def test_a_body_that_exits_its_process_is_bounded_by_the_crash_budget(
     assert run.reason == "crash_budget"
     assert body_log.count(result.id) == tasks.durable.settings.max_crashes + 1
     assert result.state != "FAILURE"
+    assert len(set(body_log.pids(result.id))) == tasks.durable.settings.max_crashes + 1, "each exit ends its process"

@@ -115,10 +115,10 @@ def test_a_terminated_run_is_cancelled_and_not_tried_again_as_a_crash(
     assert_revoked(result)
     run = tasks.durable.get(result.id)
     assert (run.state, run.crashes) == (RunState.CANCELLED, 0)
-    if signal == "KILL":  # after a TERM the body has left, and the child goes on with the next
-        until(lambda: child not in [one.pid for one in worker.children()], what="the child to be gone")
+    until(lambda: child not in [one.pid for one in worker.children()], what="the child to be gone")
     assert tasks.one_step.delay(1).get(timeout=60) == 1
     assert body_log.counts(result.id)["step-2"] == 1
+    assert "Traceback" not in worker.text()
     number = {"TERM": 15, "KILL": 9}[signal]
     wait_for_signals(body_log, result.id, ("revoked", f"tests.ten_steps True {number}"))
 

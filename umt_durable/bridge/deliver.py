@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
+from billiard.einfo import ExceptionInfo
+from billiard.process import current_process
 from celery import signals
 from celery.app.task import Context
+from celery.exceptions import Ignore, Retry
 from celery.utils.log import get_logger
 from kombu.utils import json as kombu_json
 
@@ -20,6 +23,7 @@ from umt_durable.bridge.runtime import CLAIM_KEY
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.outcomes import Delivery, Dropped, Finished, Outcome, Parked, Superseded
 from umt_durable.engine.registry import TaskDefinition
+from umt_durable.engine.retry import RetryAfter
 from umt_durable.failpoints import point
 from umt_durable.records import event_id
 from umt_durable.states import OutboxType, RunState
@@ -29,6 +33,9 @@ if TYPE_CHECKING:
     from umt_durable.bridge.task import DurableTask
 
 logger = get_logger(__name__)
+
+SAID = "umt_durable_said"
+"""The attribute of a request that says what became of its delivery."""
 
 _FINISHED = "umt_durable_finished"
 _SETTLED = "umt_durable_settled"
@@ -53,23 +60,45 @@ def settle(durable: Durable, task: DurableTask, request: Context, reporter: Cele
     Keeps: I13. The tracer stores the result and reports chord parts; callbacks are published here, from the rows that
     the finish wrote, and those rows are forgotten once the tracer has stored the result.
     """
-    from umt_durable.bridge.task import ignore
-
     setattr(request, _SETTLED, True)
     match outcome:
         case Finished(state=RunState.CANCELLED):
             _revoked(durable, task, request, reporter, outcome)
-            raise ignore("the run is cancelled")
+            raise ignored(request, "cancelled")
         case Finished():
             return _finish(durable, task, request, reporter, outcome)
         case Superseded():
             _replaced(durable, request, outcome)
-            raise ignore("another task took its place")
+            raise ignored(request, "replaced by another task")
         case Parked(state=state, until=until):
             _announce(task, request, f"{state} {until}")
-            raise ignore(f"the run is parked: {state} {until}")
+            if outcome.error is not None:
+                _retried(task, request, outcome.error, outcome.retry_seconds)
+            raise ignored(request, f"parked: {state}, {until}")
         case Dropped(reason=reason):
-            raise ignore(reason)
+            raise ignored(request, f"dropped: {reason}")
+
+
+def ignored(request: Context, said: str) -> Ignore:
+    """Return what a delivery raises that is neither an outcome nor an error for Celery; `said` goes into the log."""
+    setattr(request, SAID, said)
+    return Ignore(said)
+
+
+def broken_off(request: Context, error: BaseException) -> Ignore:
+    """Return what a delivery raises whose body was left by what is neither outcome nor suspension.
+
+    The grant was given up, so the run is taken over; the crash budget bounds how often.
+    Errors: SystemExit in a child of a prefork pool, which ends by it: the pool hears of that, and puts another in its
+    place. A child that swallowed it would stay, and lose what later bodies raise.
+    """
+    if isinstance(error, SystemExit):
+        if current_process()._identity:
+            raise error
+        logger.warning("a delivery of %s was left by SystemExit(%r)", request.id, error.code, exc_info=error)
+    else:
+        logger.error("a delivery of %s ended without an outcome", request.id, exc_info=error)
+    return ignored(request, f"dropped: {type(error).__name__} left the body")
 
 
 def is_settled(request: Context) -> bool:
@@ -193,6 +222,20 @@ def plain_arguments(data: bytes, number: int) -> tuple[Sequence[object], Mapping
     """Read stored arguments without their types, for what only shows them."""
     args, kwargs = codec.decode_arguments(data, None, number)
     return list(args), kwargs
+
+
+def _retried(task: DurableTask, request: Context, error: Exception, seconds: float | None) -> None:
+    """Tell the task and signal handlers that the run will be tried again, as Celery's own retry does."""
+    raised, trace = error, error.__traceback__
+    if isinstance(error, RetryAfter) and isinstance(error.__cause__, Exception):
+        raised = error.__cause__  # what the body gave to `self.retry(exc=…)`, which may never have been raised
+    try:
+        info = ExceptionInfo((type(raised), raised, raised.__traceback__ or trace))
+        signals.task_retry.send(sender=task, request=request, reason=Retry(exc=raised, when=seconds), einfo=info)
+        task.on_retry(raised, request.id, request.args, request.kwargs, info)
+    except Exception:
+        # The run is parked already: raised, this would make the tracer store FAILURE for a run that lives on.
+        logger.exception("on_retry of %s raised", task.name)
 
 
 def _announce(task: DurableTask, request: Context, text: str) -> None:

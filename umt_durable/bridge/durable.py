@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, overload
 from uuid import UUID, uuid4
 
 from celery import Celery, signals
-from celery.exceptions import Ignore
 from celery.utils.log import get_logger
 
 from umt_durable import codec, migrate
@@ -301,12 +300,9 @@ class Durable(AsyncVerbs):
                 outcome = self.executor().execute(delivery, reporter)
         except DatabaseUnavailableError as error:
             logger.warning("a delivery of %s is dropped, its run goes on later: %s", delivery.run_id, error)
-            raise Ignore("the database is away") from error
+            raise deliver.ignored(request, "dropped: the database is away") from error
         except BaseException as error:
-            # sys.exit() in a body, a defect of ours: neither outcome nor suspension, and never Celery's to report. The
-            # grant was given up, so the run is taken over, and the crash budget bounds how often.
-            logger.exception("a delivery of %s ended without an outcome", delivery.run_id)
-            raise Ignore(f"{type(error).__name__} left the body") from error
+            raise deliver.broken_off(request, error) from error
         return deliver.settle(self, task, request, reporter, outcome)
 
     def executor(self) -> Executor:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from celery import Task
-from celery.exceptions import Ignore
 
 from umt_durable.bridge.deliver import is_settled
 from umt_durable.bridge.replacing import leave_for
@@ -200,8 +199,3 @@ def _make_ordinary(task: type[DurableTask], app: Any) -> None:
     task.retry_on_worker_lost = app.conf.get("task_retry_on_worker_lost")
     task.track_started = app.conf.task_track_started
     task.typing = app.strict_typing
-
-
-def ignore(reason: str) -> Ignore:
-    """Return what a delivery raises that is neither an outcome nor an error for Celery."""
-    return Ignore(reason)

@@ -239,7 +239,7 @@ class Execution:
             return None
         point("retry.commit.a")
         telemetry.count(telemetry.Counter.RUN_RETRY)
-        return Parked(RunState.RETRYING, until)
+        return Parked(RunState.RETRYING, until, error, delay.total_seconds())
 
     def _fail(self, error: Exception) -> Finished:
         return self._finish(RunState.FAILED, error=error, failure=failures.capture(error))

@@ -42,10 +42,15 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """The run waits for time, a fact, a retry or a person; this worker is free."""
+    """The run waits for time, a fact, a retry or a person; this worker is free.
+
+    Shape: `error` is what an attempt of the run failed with, if it will be tried again in `retry_seconds`.
+    """
 
     state: RunState
     until: str
+    error: Exception | None = None
+    retry_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
