@@ -22,7 +22,8 @@ from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequenc
 
 PROJECT = Path(__file__).resolve().parent
 OLDEST = (3, 11)
-EXTRAS = ("embedded", "flower")
+EXTRAS = ("embedded", "flower", "otel", "sentry")
+TESTED = (*EXTRAS, "test")
 SOURCES = ("umt_durable", "tests", "dev.py", "tools", "migrations", "examples", "celeryconfig.py")
 
 Programs = List[List[str]]
@@ -107,9 +108,9 @@ def down(env: Environment, arguments: List[str]) -> Programs:
 
 COMMANDS: Dict[str, Command] = {
     "demo": Command("orders from a CSV file, through kills and a wiped broker", ("embedded",), demo),
-    "test": Command("the test suite; arguments go to pytest", ("embedded", "flower", "test"), test),
+    "test": Command("the test suite; arguments go to pytest", TESTED, test),
     "lint": Command("ruff, import contracts and the grep gates", ("lint",), lint),
-    "types": Command("mypy --strict", ("embedded", "flower", "test", "lint"), types),
+    "types": Command("mypy --strict", (*TESTED, "lint"), types),
     "shell": Command("your shell with the environment on PATH", ("embedded",), shell),
     "exec": Command("one program of the environment: exec celery -A umt_durable worker", ("embedded",), run),
     "down": Command("stop the embedded Postgres and Valkey of this folder", ("embedded",), down),

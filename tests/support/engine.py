@@ -34,6 +34,7 @@ class RecordingReporter:
     links: int = 0
     reports: bool = True
     wrote: bool = False
+    trace_id: str | None = None
     states: list[str] = field(default_factory=list)
 
     def claimed(self, grant: Grant) -> None:

@@ -9,6 +9,7 @@ from celery.app.task import Context
 
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.runtime import CLAIM_KEY
+from umt_durable.tracing import NESTED
 
 # What the worker and its pool put into a request; all else in it came from the message.
 _OF_THE_WORKER: Final = ("hostname", "delivery_info", "called_directly", "loglevel", "logfile", "_children", CLAIM_KEY)
@@ -71,10 +72,12 @@ def _fields(
     kwargs: Mapping[str, object],
 ) -> dict[str, object]:
     """Give what a worker would have read from the message that began the run, by the names a request has for it."""
+    nested = envelope.headers.get(NESTED)
+    custom = nested if isinstance(nested, Mapping) else envelope.headers
     correlation_id, reply_to = envelope.correlation_id or run_id, envelope.reply_to or ""
     return {
         **envelope.headers,
-        "headers": dict(envelope.headers) or None,
+        NESTED: dict(custom) or None,
         "lang": "py",
         "id": run_id,
         "task": task,

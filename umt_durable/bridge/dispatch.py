@@ -11,7 +11,7 @@ from celery.exceptions import BackendError
 from celery.utils.log import get_logger
 from kombu.exceptions import OperationalError
 
-from umt_durable import codec
+from umt_durable import codec, tracing
 from umt_durable.bridge import callbacks, message
 from umt_durable.bridge.deliver import plain, plain_arguments, stored_error
 from umt_durable.bridge.envelope import Envelope
@@ -99,7 +99,12 @@ class CeleryDispatcher:
 
     def _report(self, entry: OutboxEntry, run: FinishedRun) -> None:
         """Store a result again, or publish a callback, of a run whose finisher died before it had."""
-        app, envelope = self._durable.app, Envelope.from_bytes(run.envelope)
+        envelope = Envelope.from_bytes(run.envelope)
+        with tracing.on_behalf_of(envelope.headers):
+            self._report_one(entry, run, envelope)
+
+    def _report_one(self, entry: OutboxEntry, run: FinishedRun, envelope: Envelope) -> None:
+        app = self._durable.app
         request = self._request(run, envelope)
         backend = self._backend(run.task)
         value, error = self._outcome(run)

@@ -12,7 +12,7 @@ from uuid import UUID, uuid4
 from celery import Celery, signals
 from celery.utils.log import get_logger
 
-from umt_durable import codec, migrate
+from umt_durable import codec, migrate, tracing
 from umt_durable.bridge import deliver, enqueuing, revoke
 from umt_durable.bridge.async_verbs import AsyncVerbs
 from umt_durable.bridge.bootsteps import install
@@ -295,15 +295,17 @@ class Durable(AsyncVerbs):
         delivery = deliver.delivery_of(task, request)
         if request.is_eager:
             return perform_eagerly(self, task, delivery, args, kwargs)
-        try:
-            with self.leaving.over():
-                outcome = self.executor().execute(delivery, reporter)
-        except DatabaseUnavailableError as error:
-            logger.warning("a delivery of %s is dropped, its run goes on later: %s", delivery.run_id, error)
-            raise deliver.ignored(request, "dropped: the database is away") from error
-        except BaseException as error:
-            raise deliver.broken_off(request, error) from error
-        return deliver.settle(self, task, request, reporter, outcome)
+        # Where nothing has begun a trace for the delivery, its steps belong to that of its message.
+        with tracing.continued(request.__dict__, outermost=True):
+            try:
+                with self.leaving.over():
+                    outcome = self.executor().execute(delivery, reporter)
+            except DatabaseUnavailableError as error:
+                logger.warning("a delivery of %s is dropped, its run goes on later: %s", delivery.run_id, error)
+                raise deliver.ignored(request, "dropped: the database is away") from error
+            except BaseException as error:
+                raise deliver.broken_off(request, error) from error
+            return deliver.settle(self, task, request, reporter, outcome)
 
     def executor(self) -> Executor:
         """Return what executes deliveries in this process."""

@@ -24,6 +24,7 @@ class EagerReporter:
 
     reports = False
     wrote = False
+    trace_id = None
 
     def claimed(self, grant: Grant) -> None:
         """Leave the request as the caller made it."""

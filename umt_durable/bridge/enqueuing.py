@@ -21,7 +21,9 @@ from celery.utils.log import get_logger
 from celery.utils.time import maybe_iso8601
 from kombu.exceptions import OperationalError
 
+from umt_durable import tracing
 from umt_durable.bridge.message import TaskMessage, parse_publish
+from umt_durable.bridge.publishing import Publishing, is_watched
 from umt_durable.codec import input_hash
 from umt_durable.engine.context import current_context, has_context
 from umt_durable.errors import DefinitionError
@@ -133,21 +135,31 @@ def send_task(durable: Durable, original: Callable[..., Any], name: str, *args: 
 def send_task_message(
     durable: Durable, original: Callable[..., Any], producer: Any, name: str, message: Any, **options: Any
 ) -> Any:
-    """Do what `app.amqp.send_task_message` does; for a durable task commit its run instead."""
+    """Do what `app.amqp.send_task_message` does; for a durable task commit its run instead.
+
+    Celery's signals around a publishing are sent around the commit, so that what they add to the headers is kept.
+    """
+    headers = {**message.headers, **(options.pop("headers", None) or {})}
+    tracing.carry(headers)
+    message = message._replace(headers=headers)
     if not durable.has_task(name):
         return original(producer, name, message, **options)
     mine = _current.get() or Enqueuing()
-    headers = dict(message.headers)
     if isinstance(producer, _NoProducer):
         headers["ignore_result"] = mine.ignore_result
-    parsed = parse_publish(durable.app, name, message._replace(headers=headers), options)
+    parsed = parse_publish(durable.app, name, message, options)
     if has_context() and parsed.id == current_context().run_id and parsed.nesting == current_context().nesting:
         return None  # Celery's `retry` sends the same task again: the run that is being executed will be retried
-    new = new_run(durable, parsed, mine)
+    new = new_run(durable, parsed, mine)  # what is refused is refused before anyone is told
+    publishing = Publishing(durable.app, name, message, new) if is_watched() else None
+    if publishing is not None:
+        new = publishing.begin()
     if mine.captured is not None:
         mine.captured.append(new)
-        return None
-    mine.done = durable.client.enqueue(new, conn=mine.conn)
+    else:
+        mine.done = durable.client.enqueue(new, conn=mine.conn)
+    if publishing is not None:
+        publishing.end()
     return None
 
 
@@ -235,9 +247,14 @@ def _object(attributes: Mapping[str, Any]) -> str:
 def take_over(durable: Durable) -> None:
     """Lead the app's publishing of durable tasks into the database, on this app alone."""
     app = durable.app
-    original = app.send_task
+    own = app.__dict__.get("send_task")
+    stock = type(app).send_task
 
-    @wraps(original)
+    def original(*args: Any, **options: Any) -> Any:
+        # Looked up late: Sentry and others replace the class's, often after this.
+        return own(*args, **options) if own is not None else type(app).send_task(app, *args, **options)
+
+    @wraps(stock)
     def send(name: str, *args: Any, **options: Any) -> Any:
         return send_task(durable, original, name, *args, **options)
 

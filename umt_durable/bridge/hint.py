@@ -11,6 +11,7 @@ from celery.utils.nodenames import anon_nodename
 from umt_durable.bridge.destination import plain_way
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.outgoing import PERSISTENT, Outgoing
+from umt_durable.tracing import NESTED
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -19,6 +20,9 @@ HEADER: Final = "umt_durable"
 """The header that makes a message a hint; its value is {"v": 1, "gen": the run's fence when it became ready}."""
 
 VERSION: Final = 1
+ENQUEUED_AT: Final = "sentry-task-enqueued-time"
+"""From this Sentry computes how long a message was under way: of the first hint, and not of one after days of sleep."""
+
 EMPTY_BODY: Final = b'[[], {}, {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
 
 
@@ -72,7 +76,7 @@ def hint(
 def hint_headers(run_id: str, nesting: int, task: str, gen: int, known: Envelope) -> dict[str, object]:
     """Give the protocol 2 headers of a hint: those of the message that began the run, but for what is in its row."""
     return {
-        **known.headers,
+        **(known.headers if gen == 0 else _of_later_hints(known.headers)),
         "lang": "py",
         "task": task,
         "id": run_id,
@@ -94,3 +98,9 @@ def hint_headers(run_id: str, nesting: int, task: str, gen: int, known: Envelope
         "stamps": dict(known.stamps),
         HEADER: {"v": VERSION, "gen": gen},
     }
+
+
+def _of_later_hints(headers: Mapping[str, object]) -> dict[str, object]:
+    kept = {name: value for name, value in headers.items() if name != ENQUEUED_AT}
+    nested = kept.get(NESTED)
+    return {**kept, NESTED: _of_later_hints(nested)} if isinstance(nested, Mapping) else kept

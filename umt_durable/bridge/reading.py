@@ -20,6 +20,7 @@ from umt_durable.bridge.fields import MAX_ID, Fields, is_name
 from umt_durable.bridge.hint import HEADER, hint_headers
 from umt_durable.bridge.runtime import CLAIM_KEY
 from umt_durable.errors import MessageRefusedError
+from umt_durable.tracing import NESTED
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -228,7 +229,7 @@ def _envelope(
         expires=_iso(fields, "expires"),
         stamped_headers=fields.texts("stamped_headers"),
         stamps=fields.mapping("stamps"),
-        headers={name: value for name, value in fields.values.items() if name not in _NOT_CUSTOM},
+        headers=custom_headers(fields.values),
         reply_to=unless(posted.text("reply_to") or None, defaults.reply_to),
         correlation_id=unless(posted.text("correlation_id") or None, run_id),
         delivery_mode=TRANSIENT if properties.get("delivery_mode") == TRANSIENT else None,
@@ -240,6 +241,16 @@ def _envelope(
         chain=embedded.signatures("chain"),
         chord=embedded.signature("chord"),
     )
+
+
+def custom_headers(headers: Mapping[str, object]) -> dict[str, object]:
+    """Return the headers of a message that are not Celery's own.
+
+    One that holds headers is kept too: from it Celery makes `request.headers`, and tracers look there.
+    """
+    kept = {name: value for name, value in headers.items() if name not in _NOT_CUSTOM}
+    nested = headers.get(NESTED)
+    return {**kept, NESTED: dict(nested)} if isinstance(nested, Mapping) and nested else kept
 
 
 def _iso(fields: Fields, name: str) -> str | None:

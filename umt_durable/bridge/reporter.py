@@ -11,7 +11,7 @@ from celery.app.trace import get_actual_ignore_result
 from celery.backends.base import DisabledBackend
 from celery.utils.log import get_logger
 
-from umt_durable import codec
+from umt_durable import codec, tracing
 from umt_durable.bridge import callbacks, chords
 from umt_durable.bridge.context import restore_request
 from umt_durable.bridge.envelope import EMPTY, Envelope
@@ -66,6 +66,11 @@ class CeleryReporter:
     @property
     def _has_backend(self) -> bool:
         return not isinstance(self._task.backend, DisabledBackend)
+
+    @property
+    def trace_id(self) -> str | None:
+        """The trace that the message of the run named."""
+        return tracing.trace_id(self.envelope.headers)
 
     def callbacks(self, state: RunState) -> int:
         """Return how many callbacks leave when the run ends in a state."""

@@ -76,8 +76,12 @@ class RunContext:
 
     @property
     def trace_id(self) -> str:
-        """32 hex digits that stay the same through all attempts of the run."""
-        return uuid.uuid5(NAMESPACE, f"trace/{self._pass.run_id}").hex
+        """32 hex digits that stay the same through all attempts of the run.
+
+        It is the id of the trace that the run's message belonged to, where it belonged to one: W3C's `traceparent`, or
+        Sentry's header.
+        """
+        return self._pass.reporter.trace_id or uuid.uuid5(NAMESPACE, f"trace/{self._pass.run_id}").hex
 
     @property
     def input(self) -> Mapping[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from typing import Any, NoReturn
 
-from umt_durable import telemetry
+from umt_durable import telemetry, tracing
 from umt_durable.database import Database
 from umt_durable.engine.attempt import Attempt, exit_for
 from umt_durable.engine.exits import Canceled, Exit, Suspended
@@ -106,6 +107,14 @@ class Pass:
             raise DurableError("a step's body cannot call the context's steps: call them from the task's body")
         if self.attempt.must_stop():
             self.leave(exit_for(self.attempt.signal.reason or "shutdown"))
+
+    def span(self, key: str, kind: str, *, tries: int = 0, replayed: bool = False) -> AbstractContextManager[None]:
+        """Show one step in the tracers of the application: what its body does inside belongs to it."""
+        attempt = self.failures + 1
+        return tracing.step(
+            key,
+            {"run_id": self.run_id, "kind": str(kind), "attempt": attempt, "try": tries + 1, "replayed": replayed},
+        )
 
     def leave(self, how: Exit) -> NoReturn:
         """Leave the body, for good."""

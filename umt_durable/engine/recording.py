@@ -81,12 +81,18 @@ class Recorder:
 
     def replay(self, recorded: StepEntry, annotation: Any) -> Any:
         """Return the recorded result of a step, or raise its recorded failure."""
-        telemetry.count(telemetry.Counter.REPLAYED_STEP)
+        self.show_replay(recorded)
         if recorded.state is StepState.FAILED:
             assert recorded.error is not None
             raise self._pass.exceptions.rebuild(failures.from_bytes(recorded.error))
         assert recorded.result is not None
         return codec.decode(recorded.result, annotation)
+
+    def show_replay(self, recorded: StepEntry) -> None:
+        """Count that a step gave its outcome back, and show it in the application's tracers."""
+        telemetry.count(telemetry.Counter.REPLAYED_STEP)
+        with self._pass.span(recorded.key, recorded.kind, tries=recorded.failures, replayed=True):
+            pass
 
     def execute(self, entry: journal.Entry, recorded: StepEntry | None, body: Body, *, explicit: bool = False) -> Any:
         """Enter a body, with retries, until its outcome is recorded."""
@@ -100,7 +106,8 @@ class Recorder:
                 self._enter(entry, explicit=explicit)
                 point("step.body.b")
                 telemetry.count(telemetry.Counter.EXECUTED_STEP)
-                value = body.call()
+                with the_pass.span(entry.key, entry.kind, tries=entry.failures):
+                    value = body.call()
             except AlreadyRecordedError:
                 the_pass.attempt.leave()
                 return self.replay(self._reread(entry.key), body.annotation)

@@ -19,6 +19,10 @@ class Reporter(Protocol):
     def wrote(self) -> bool:
         """Whether an interim state was stored in this delivery."""
 
+    @property
+    def trace_id(self) -> str | None:
+        """The trace that the run's message belongs to, 32 hex digits; None when it belongs to none."""
+
     def claimed(self, grant: Grant) -> None:
         """Take in what the run's row says of its message. Called once, right after the claim."""
 

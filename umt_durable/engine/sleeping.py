@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from umt_durable import telemetry
 from umt_durable.engine.exits import Canceled
 from umt_durable.engine.passing import IN_PROCESS_SECONDS, Pass
 from umt_durable.engine.recording import Recorder
+from umt_durable.records import StepEntry
 from umt_durable.states import RunState, StepKind, StepState
 from umt_durable.store import journal
 from umt_durable.store.guard import Guard
@@ -28,8 +28,16 @@ def sleep(the_pass: Pass, recorder: Recorder, this: Sleep) -> None:
     """Park the run until the sleep is over; return at once when it is."""
     entry, recorded = recorder.identify(this.name, StepKind.SLEEP, (this.text,), {})
     if recorded is not None and recorded.state is StepState.DONE:
-        telemetry.count(telemetry.Counter.REPLAYED_STEP)
+        recorder.show_replay(recorded)
         return
+    with the_pass.span(entry.key, entry.kind):
+        _fall_asleep(the_pass, recorder, this, entry, recorded)
+
+
+def _fall_asleep(
+    the_pass: Pass, recorder: Recorder, this: Sleep, entry: journal.Entry, recorded: StepEntry | None
+) -> None:
+    """Return when a sleep is over; park the run unless that is soon."""
     if recorded is None:
         _check(the_pass, this)
     # Of a sleep of just that long, a part has passed when the reply comes; it parks all the same.

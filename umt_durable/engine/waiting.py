@@ -89,19 +89,27 @@ def wait_for_fact(the_pass: Pass, wait: Wait, *, step_key: str | int | UUID | No
         found = recorded.address if recorded is not None else f"the step {key!r}"
         the_pass.condemn(NonDeterminismError(found, f"a wait for {wait.address(the_pass.run_id)}"))
     the_pass.saw(key)
+    replayed = recorded is not None and recorded.state is not WaitState.PENDING
     try:
-        while recorded is None or recorded.state is WaitState.PENDING:
-            recorded = _register(the_pass, wait, key, recorded)
-            if recorded.state is WaitState.PENDING and wait.check is not None:
-                recorded = _check(the_pass, wait, recorded)
-            if recorded.state is WaitState.PENDING:
-                poll = None if wait.check is None else wait.poll or DEFAULT_POLL
-                the_pass.suspend(RunState.WAITING, waits=[key], poll=poll, until=f"for the fact {wait.name}")
-                recorded = _read(the_pass, key)
+        with the_pass.span(key, "wait", replayed=replayed):
+            settled = _settle(the_pass, wait, key, recorded)
     except Exit as how:
         the_pass.leave(how)
     telemetry.count(telemetry.Counter.REPLAYED_STEP)
-    return _outcome(wait, recorded)
+    return _outcome(wait, settled)
+
+
+def _settle(the_pass: Pass, wait: Wait, key: str, recorded: WaitEntry | None) -> WaitEntry:
+    """Return the wait with its outcome; park the run until there is one."""
+    while recorded is None or recorded.state is WaitState.PENDING:
+        recorded = _register(the_pass, wait, key, recorded)
+        if recorded.state is WaitState.PENDING and wait.check is not None:
+            recorded = _check(the_pass, wait, recorded)
+        if recorded.state is WaitState.PENDING:
+            poll = None if wait.check is None else wait.poll or DEFAULT_POLL
+            the_pass.suspend(RunState.WAITING, waits=[key], poll=poll, until=f"for the fact {wait.name}")
+            recorded = _read(the_pass, key)
+    return recorded
 
 
 def _outcome(wait: Wait, entry: WaitEntry) -> Fact:
