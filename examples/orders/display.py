@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Final, Literal
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -31,6 +31,8 @@ COLOURS: Final[Mapping[str, str]] = {
 }
 HIDDEN_WHEN_ZERO: Final = frozenset({"retrying", "quarantined", "failed", "cancelled"})
 EVENTS_SHOWN: Final = 12
+FRAME_LINES: Final = 3  # and the one the cursor stands on
+FRAME_COLUMNS: Final = 4
 PLAIN_SECONDS: Final = 2.0
 
 
@@ -104,7 +106,20 @@ class Display:
             f"{progress.seconds:.1f} s   orders {progress.submitted}/{progress.orders}   "
             f"step bodies {progress.bodies}   kills {progress.kills}"
         )
-        return Group(Panel(_bars(progress), title=title), Panel(Text("\n".join(events)), title="what happens to it"))
+        return _Picture(Panel(_bars(progress), title=title), events)
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """The bars, and below them the newest events, as many as the terminal has lines for: it cuts off what is below."""
+
+    bars: Panel
+    events: list[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        free = options.size.height - len(console.render_lines(self.bars, options)) - FRAME_LINES
+        lines = [line for event in self.events for line in Text(event).wrap(console, options.max_width - FRAME_COLUMNS)]
+        yield Group(self.bars, Panel(Text("\n").join(lines[-free:] if free > 0 else []), title="what happens to it"))
 
 
 def _bars(progress: Progress) -> Table:

@@ -94,8 +94,8 @@ def judge(evidence: Evidence) -> Verdict:
     again = reexecutions(evidence.entries, evidence.journal)
     problems = [
         *(f"{order} is lost: {_describe(ended.get(order), charges[order], booked[order])}" for order in lost),
-        *(f"{order} was charged {n} times" for order, n in charges.items() if n > (order in fulfilled)),
-        *(f"{order} was booked {n} times" for order, n in booked.items() if n > (order in fulfilled)),
+        *(f"{order} was charged {times(n)}" for order, n in charges.items() if n > (order in fulfilled)),
+        *(f"{order} was booked {times(n)}" for order, n in booked.items() if n > (order in fulfilled)),
         *(f"{entry.step} of {entry.order} was entered again under fence {entry.fence}" for entry in again),
         *_wrong_outcomes(evidence, fulfilled, refused),
         *_wrong_money(evidence, fulfilled),
@@ -145,13 +145,18 @@ def interruptions(entries: Iterable[Entry]) -> list[Entry]:
     return list(inside.values())
 
 
+def times(number: int) -> str:
+    """Return how often something happened, as people say it."""
+    return "once" if number == 1 else f"{number} times"
+
+
 def _surplus(counts: Counter[str], fulfilled: set[str]) -> int:
     return sum(max(0, n - (order in fulfilled)) for order, n in counts.items())
 
 
 def _describe(end: Ended | None, charges: int, bookings: int) -> str:
     state = "it has no run" if end is None else f"its run is {end.state}"
-    return f"{state}, charged {charges} times, booked {bookings} times"
+    return f"{state}, charged {times(charges)}, booked {times(bookings)}"
 
 
 def _wrong_outcomes(evidence: Evidence, fulfilled: set[str], refused: set[str]) -> Iterator[str]:

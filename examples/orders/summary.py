@@ -13,7 +13,7 @@ from rich.text import Text
 
 from examples.orders.faults import Kill, Kind
 from examples.orders.journal import Totals
-from examples.orders.proof import Verdict
+from examples.orders.proof import Verdict, times
 
 PROBLEMS_SHOWN: Final = 20
 
@@ -98,7 +98,7 @@ def _repeats(report: Report) -> list[Text]:
     examples = ", ".join([*orders, "..."] if len(again) > len(orders) else orders)
     return [
         Text(
-            f"The bank was called again {len(again)} times: {examples}. Each time the money had been taken and the"
+            f"The bank was called again {times(len(again))}: {examples}. Each time the money had been taken and the"
             " process had died (or frozen) before the journal knew. No system can tell that from a call that never"
             " arrived, so the step runs again: a step in flight is executed at least once."
         ),

@@ -94,7 +94,7 @@ def test_a_charge_for_a_refused_order_is_found() -> None:
     verdict = judge(replace(CLEAN, calls=(*CLEAN.calls, call(2, "charged", key="k2", order="A-2")), entries=entries))
 
     assert verdict.charged_twice == 1
-    assert verdict.problems == ("A-2 was charged 1 times",)
+    assert verdict.problems == ("A-2 was charged once",)
 
 
 def test_a_second_booking_is_found() -> None:
