@@ -134,7 +134,7 @@ def test_show_tells_attempts_steps_waits_and_the_error_and_no_payload(cli: Cli, 
 
     assert ["run", "state", "retrying"] in lines
     assert ["run", "error", "ValueError: no such card, token=***"] in lines
-    assert [line[2] for line in lines if line[0] == "attempt"] == ["failed"]
+    assert [line[1:4] for line in lines if line[0] == "attempt"] == [["1", "1", "failed"]]
     assert [(line[2], line[4]) for line in lines if line[0] == "step"] == [("look up", "done"), ("charge", "failed")]
     assert [line[2:5] for line in lines if line[0] == "wait"] == [["ok", "approved", "pending"]]
     assert "Ulm" not in told
@@ -213,7 +213,7 @@ def test_a4_a_schema_that_is_behind_is_refused_with_the_command_to_run(
     told = one_line(cli(*arguments, status=1))
 
     assert "is at revision 0000, this code needs" in told
-    assert "run `umt-durable migrate`" in told
+    assert f"run `umt-durable -A {cli.module} migrate`" in told
 
 
 def test_a4_a_schema_that_is_ahead_is_refused_and_names_what_to_install(cli: Cli, settings: Settings) -> None:

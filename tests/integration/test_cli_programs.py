@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,6 +59,28 @@ def enqueue(environ: dict[str, str]) -> str:
         tasks.app.close()
 
 
+def on_terminal(environ: dict[str, str], folder: Path, columns: int, *arguments: str) -> str:
+    """Return what `umt-durable` shows on a terminal of so many columns."""
+    output = bytearray()
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [str(BIN / "umt-durable"), *arguments],
+        env={**environ, "TERM": "xterm", "COLUMNS": str(columns)},
+        cwd=folder,
+        stdout=theirs,
+        stderr=theirs,
+    ):
+        os.close(theirs)
+        # Linux ends a terminal whose other side is closed with an error, not with an empty read.
+        try:
+            while data := os.read(ours, 4096):
+                output += data
+        except OSError:
+            pass
+        os.close(ours)
+    return output.decode()
+
+
 def test_the_app_is_named_by_an_option_by_either_variable_or_by_celery(run: Run, environ: dict[str, str]) -> None:
     enqueue(environ)
 
@@ -68,6 +91,9 @@ def test_the_app_is_named_by_an_option_by_either_variable_or_by_celery(run: Run,
         run("celery", "-A", APP, "durable", "status"),
         run("celery", "durable", "-A", APP, "status"),
         run("umt-durable", "-A", APP, "status", DURABLE_APP="nonsense", CELERY_APP="nonsense"),
+        run("umt-durable", "status", "-A", APP),
+        run("umt-durable", "status", f"--app={APP}"),
+        run("celery", "durable", "status", "-A", APP),
     ]
 
     assert {(each.returncode, each.stderr) for each in told} == {(0, "")}
@@ -82,6 +108,56 @@ def test_without_a_name_the_librarys_own_app_looks_into_the_configured_database(
     told = run("celery", "durable", "status")
 
     assert "runs\tready\t1\n" in told.stdout
+
+
+def test_whoever_forgets_to_name_his_app_is_told_beside_the_output(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "celery.py").write_text("from celery import Celery\n\napp = Celery('shop')\n")
+
+    told, asked = run("umt-durable", "status", "--json"), run("umt-durable", "doctor", "--json")
+
+    assert "runs" in json.loads(told.stdout)
+    assert told.stderr == (
+        "without -A this is the package's own app, and not the one in shop; to use that, write: umt-durable -A shop …\n"
+    )
+    assert {each["check"]: each["level"] for each in json.loads(asked.stdout)["findings"]}["app"] == "warn"
+    assert run("umt-durable", "status", "-A", APP).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("program", "ours", "name"),
+    [
+        (["umt-durable", "-A", APP], f"umt-durable -A {APP}", APP),
+        (["umt-durable", "doctor", "-A", APP], f"umt-durable -A {APP}", APP),
+        (["celery", "-A", APP, "durable"], f"celery -A {APP} durable", APP),
+        (["umt-durable"], "umt-durable", "MODULE"),
+    ],
+    ids=["umt-durable", "after", "celery", "unnamed"],
+)
+def test_each_fix_names_the_app_as_the_command_line_did(run: Run, program: list[str], ours: str, name: str) -> None:
+    command = program if "doctor" in program else [*program, "doctor"]
+
+    unstaffed = run(*command, "--json")
+    split = run(*command, "--json", DURABLE_WORKER_SERVICES="0")
+    unmigrated = run(*command, "--json", DURABLE_SCHEMA="elsewhere")
+    refused = run(*[part.replace("doctor", "status") for part in command], DURABLE_SCHEMA="elsewhere")
+
+    assert f"`celery -A {name} worker`" in unstaffed.stdout
+    assert f"`{ours} serve --role relay`" in split.stdout
+    assert f"`{ours} migrate`" in unmigrated.stdout
+    assert f"`{ours} migrate`" in refused.stderr
+
+
+def test_runs_are_readable_on_a_terminal_of_80_columns(environ: dict[str, str], tmp_path: Path) -> None:
+    run_id = enqueue(environ)
+
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", on_terminal(environ, tmp_path, 80, "-A", APP, "runs")).splitlines()
+
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    [row] = [place for place, line in enumerate(lines) if "tests.one_step@1" in line]
+    assert "ready" in lines[row]
+    assert run_id in lines[row + 1]
+    assert len(lines) == row + 2
 
 
 def test_commands_that_only_read_need_no_broker(run: Run, environ: dict[str, str]) -> None:
@@ -119,25 +195,9 @@ def test_celery_shows_the_group_under_its_name_and_the_program_its_commands(run:
 
 def test_output_is_a_table_on_a_terminal_and_plain_off_it(run: Run, environ: dict[str, str], tmp_path: Path) -> None:
     run_id = enqueue(environ)
-    output = bytearray()
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [str(BIN / "umt-durable"), "-A", APP, "runs"],
-        env={**environ, "TERM": "xterm", "COLUMNS": "200"},
-        cwd=tmp_path,
-        stdout=theirs,
-        stderr=theirs,
-    ):
-        os.close(theirs)
-        # Linux ends a terminal whose other side is closed with an error, not with an empty read.
-        try:
-            while data := os.read(ours, 4096):
-                output += data
-        except OSError:
-            pass
-        os.close(ours)
 
-    shown = output.decode()
+    shown = on_terminal(environ, tmp_path, 200, "-A", APP, "runs")
+
     assert "\x1b[" in shown
     assert "created" in shown
     assert run_id in shown

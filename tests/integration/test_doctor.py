@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import amqp
 import pytest
+from celery import chord
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from tests.integration.cli_kit import Cli, cli_for, set_revision
-from tests.support.brokers import RedisBroker
+from tests.support.brokers import RabbitBroker, RedisBroker
 from tests.support.clock import Clock
+from tests.support.queues import QUEUE
+from tests.support.rabbit import connect
 from umt_durable.database import Connection, Database
 from umt_durable.settings import Settings
 from umt_durable.store import workers
@@ -79,17 +83,17 @@ def test_an_unreachable_database_and_broker_fail_without_their_passwords() -> No
 def test_a_missing_schema_fails_with_the_command_to_run(cli: Cli, conn: Connection, schema: str) -> None:
     conn.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(schema)))
 
-    assert findings(cli, "fail")["schema"]["fix"] == "run `umt-durable migrate`"
+    assert findings(cli, "fail")["schema"]["fix"] == f"run `umt-durable -A {cli.module} migrate`"
     assert "database" in findings(cli, "ok")
 
 
 @pytest.mark.parametrize(
-    ("revision", "fix"), [("0000", "run `umt-durable migrate`"), ("9999", "install the version of umt-durable")]
+    ("revision", "fix"), [("0000", "run `umt-durable -A {} migrate`"), ("9999", "install the version of umt-durable")]
 )
 def test_a_schema_of_another_version_fails_with_the_fix(cli: Cli, settings: Settings, revision: str, fix: str) -> None:
     set_revision(str(settings.database_url), settings.schema, revision)
 
-    assert findings(cli, "fail")["schema"]["fix"].startswith(fix)
+    assert findings(cli, "fail")["schema"]["fix"].startswith(fix.format(cli.module))
 
 
 @pytest.mark.private_postgres_only
@@ -114,7 +118,7 @@ def test_a_broker_that_reaches_no_other_process_fails(settings: Settings) -> Non
 def test_ready_runs_without_any_worker_fail(cli: Cli) -> None:
     cli.tasks.one_step.enqueue(1)
 
-    assert "1 runs are ready" in findings(cli, "fail")["workers"]["what"]
+    assert "1 run is ready" in findings(cli, "fail")["workers"]["what"]
 
 
 @pytest.mark.private_postgres_only
@@ -138,7 +142,7 @@ def test_a_quarantined_run_is_told_with_its_reason(cli: Cli, conn: Connection, s
     found = findings(cli, "warn")["quarantine"]
 
     assert "crash_budget" in found["what"]
-    assert f"umt-durable show {run}" in found["fix"]
+    assert f"`umt-durable -A {cli.module} show {run}`" in found["fix"]
 
 
 @pytest.mark.private_postgres_only
@@ -181,6 +185,70 @@ def test_a_sleep_longer_than_results_are_kept_is_measured_on_the_runs_there_are(
     )
 
     assert "9 days" in findings(cli, "fail")["result_expires"]["what"]
+
+
+@pytest.mark.private_postgres_only
+def test_members_of_a_chord_that_sleep_longer_than_it_is_kept_are_told(
+    cli: Cli, conn: Connection, schema: str, redis_url: str
+) -> None:
+    cli.tasks.app.conf.result_chord_expires = 3600
+    alone = cli.tasks.one_step.delay(1).id
+    chord([cli.tasks.one_step.s(2), cli.tasks.one_step.s(3) | cli.tasks.no_step.s()])(cli.tasks.total.s())
+    asleep = f"UPDATE {schema}.run SET state = 'sleeping', wake_at = now() + interval '9 days'"
+    conn.execute(f"{asleep} WHERE id = %s".encode(), [alone])
+    assert "chords" not in findings(cli, "fail")
+    conn.execute(asleep.encode())
+
+    found = findings(cli, "fail")["chords"]
+
+    assert (
+        "result_chord_expires is 1:00:00, and 2 runs that chords wait for are parked for up to 9 days" in found["what"]
+    )
+    assert alone not in found["what"]
+    assert "set result_chord_expires = 0" in found["fix"]
+
+
+# -- priorities on RabbitMQ -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.rabbitmq
+@pytest.mark.private_postgres_only
+@pytest.mark.parametrize(
+    ("declared", "real", "told", "fix"),
+    [
+        (False, None, "is declared without x-max-priority", "set task_queue_max_priority = 9"),
+        (False, False, "is declared without x-max-priority", "delete it (rabbitmqctl delete_queue)"),
+        (True, False, "of the broker has no x-max-priority", "delete it (rabbitmqctl delete_queue)"),
+        (False, True, "the app declares it without", "set task_queue_max_priority, or queue_arguments"),
+        (True, True, None, ""),
+        (True, None, None, ""),
+    ],
+)
+def test_a_queue_that_does_not_heed_the_priorities_of_its_runs_is_told(
+    settings: Settings, rabbit_broker: RabbitBroker, declared: bool, real: bool | None, told: str | None, fix: str
+) -> None:
+    with connect(rabbit_broker.server.port, rabbit_broker.vhost) as connection:
+        if real is not None:
+            arguments = {"x-max-priority": 9} if real else {}
+            connection.channel().queue_declare(QUEUE, durable=True, auto_delete=False, arguments=arguments)
+    with cli_for(settings, broker=rabbit_broker.url) as cli:
+        cli.tasks.app.conf.task_queue_max_priority = 9 if declared else None
+        assert "priority" not in findings(cli, "warn")
+        run = cli.tasks.one_step.apply_async((1,), priority=5).id
+
+        found = findings(cli, "warn").get("priority")
+
+        if told is None:
+            assert found is None
+        else:
+            assert found is not None
+            assert told in found["what"]
+            assert fix in found["fix"]
+            assert real or run in found["what"]
+        if real is None:  # asking has made no queue
+            assert rabbit_broker.held(QUEUE) == 0
+            with connect(rabbit_broker.server.port, rabbit_broker.vhost) as connection, pytest.raises(amqp.NotFound):
+                connection.channel().queue_declare(QUEUE, passive=True)
 
 
 # -- the server -------------------------------------------------------------------------------------------------------

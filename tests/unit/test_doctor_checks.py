@@ -17,7 +17,7 @@ from umt_durable.bridge import checks_database, checks_runs, checks_settings, ch
 from umt_durable.bridge.cli import durable as durable_group
 from umt_durable.bridge.findings import Finding, Level, many
 from umt_durable.settings import Settings
-from umt_durable.store.diagnosis import OpenTransaction, Server, Timeouts
+from umt_durable.store.diagnosis import DeadEvents, OpenTransaction, Server, StillRuns, Timeouts
 
 SETTINGS = Settings(database_url="postgresql://shop@db:5432/shop")
 SERVER = Server(
@@ -231,7 +231,7 @@ def test_app_wide_ack_settings_do_not_reach_durable_tasks(app: Celery) -> None:
     [found] = checks_tasks.acks(app)
 
     assert found.level is Level.OK
-    assert "1 durable tasks pin their acks" in found.what
+    assert "1 durable task pins its acks" in found.what
 
 
 @pytest.mark.parametrize(
@@ -336,6 +336,29 @@ def test_a_queue_that_a_restart_of_the_broker_loses_is_named(app: Celery) -> Non
 def test_no_worker_is_worse_when_runs_wait() -> None:
     assert levels(checks_runs.workers([], [], 0)) == {"workers": Level.WARN}
     assert levels(checks_runs.workers([], [], 3)) == {"workers": Level.FAIL}
+
+
+def test_one_is_not_told_as_many() -> None:
+    runs = [StillRuns("pay", 1, "late", number, "r1") for number in (1, 2)]
+    found = [
+        *(each for number in (1, 2) for each in checks_runs.workers([], [], number)),
+        *(
+            each
+            for number in (1, 2)
+            for each in checks_runs.outbox(number, [DeadEvents("cancel", "", number)], 0, SETTINGS)
+        ),
+        *checks_runs.still(runs, runs, is_staffed=True),
+    ]
+
+    for one, more in (
+        ("1 run is ready", "2 runs are ready"),
+        ("1 message waits in", "2 messages wait in"),
+        ("1 message of type cancel was given up", "2 messages of type cancel were given up"),
+        ("1 ready run of pay@1 waits", "2 ready runs of pay@1 wait"),
+        ("1 run of pay is parked", "2 runs of pay are parked"),
+    ):
+        assert any(one in each.what for each in found), one
+        assert any(more in each.what for each in found), more
 
 
 def test_services_that_workers_do_not_run_must_be_served() -> None:

@@ -223,7 +223,7 @@ class RabbitBroker:
             left = give_up - time.monotonic()
             if left <= 0:
                 raise BrokerUnavailableError(
-                    f"{confirms.waiting} messages not confirmed in {self._timeout_seconds:g} s"
+                    f"messages not confirmed: {confirms.waiting}, in {self._timeout_seconds:g} s"
                 )
             self._connection.drain_events(timeout=left)
 

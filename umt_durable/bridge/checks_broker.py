@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kombu.exceptions import OperationalError
 
 from umt_durable.bridge.console import one_line
-from umt_durable.bridge.findings import Findings, fail, many, ok, warn
+from umt_durable.bridge.findings import Findings, counted, fail, many, ok, warn
 from umt_durable.redaction import redact_text, redact_url
 
 TESTED: Final = ("amqp", "redis")
@@ -47,13 +47,71 @@ def workers(app: Any, live: Sequence[str]) -> Findings:
     with app.connection_for_write(connect_timeout=TRY_SECONDS) as connection:
         replies = app.control.ping(timeout=PING_SECONDS, connection=connection) or []
     if replies:
-        yield ok("remote control", f"{len(replies)} workers answer through the broker")
+        yield ok("remote control", f"{counted(len(replies), 'worker answers', 'workers answer')} through the broker")
     else:
         yield warn(
             "remote control",
-            f"no worker answers through this broker, but {many(list(live))} hold leases in the database",
+            f"no worker answers through this broker, but in the database there are leases of {many(list(live))}",
             "check that they use this broker, and that worker_enable_remote_control is on",
         )
+
+
+def priorities(app: Any, used: Mapping[str, str]) -> Findings:
+    """Look whether RabbitMQ heeds priorities in the queues where somebody uses them.
+
+    Shape: `used` gives for each queue who uses them there. The queue of the broker itself is asked, in the one way in
+    which RabbitMQ tells: it is declared as any worker of the app declares it, and only if it exists already.
+    """
+    with app.connection_for_write(connect_timeout=TRY_SECONDS) as connection:
+        if connection.transport.driver_type != "amqp":  # Redis has a list for each priority
+            return
+        for name, who in used.items():
+            queue = app.amqp.queues[name]
+            is_declared = "x-max-priority" in _declared(queue)
+            is_real = _has_priorities(connection, queue, is_declared=is_declared)
+            if not (is_declared if is_real is None else is_real):
+                yield warn(
+                    "priority",
+                    f"{who}, and queue {name!r} {'of the broker' if is_declared else 'is declared without'}"
+                    f"{' has no' if is_declared else ''} x-max-priority: RabbitMQ delivers first come, first served",
+                    _priority_fix(name, is_declared=is_declared, is_there=is_real is not None),
+                )
+            elif not is_declared:
+                yield warn(
+                    "priority",
+                    f"queue {name!r} of the broker has x-max-priority and the app declares it without: a worker is"
+                    " refused when it declares the queue",
+                    "set task_queue_max_priority, or queue_arguments of the queue, to what the broker has",
+                )
+
+
+def _priority_fix(name: str, *, is_declared: bool, is_there: bool) -> str:
+    steps = [] if is_declared else ["set task_queue_max_priority = 9"]
+    if is_there:
+        steps.append(
+            f"let workers empty {name!r}, stop them and delete it (rabbitmqctl delete_queue): RabbitMQ changes no queue"
+            " that exists, and the next worker makes it anew"
+        )
+    return ", then ".join(steps) or "start a worker: it makes the queue"
+
+
+def _declared(queue: Any) -> Mapping[str, Any]:
+    """Return the arguments with which a queue of an app is declared."""
+    own = {} if queue.max_priority is None else {"x-max-priority": queue.max_priority}
+    return {**own, **(queue.queue_arguments or {})}
+
+
+def _has_priorities(connection: Any, queue: Any, *, is_declared: bool) -> bool | None:
+    """Say whether the broker's queue heeds priorities; None where it does not exist or does not tell."""
+    try:
+        queue.bind(connection.channel()).queue_declare(passive=True)
+        queue.bind(connection.channel()).queue_declare()
+    except connection.channel_errors as error:
+        text = str(error)
+        if "x-max-priority" not in text:
+            return None
+        return not is_declared or "current is none" not in text.replace("'", "")
+    return is_declared
 
 
 def _memory(connection: Any) -> Findings:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
-from umt_durable.bridge.findings import Findings, fail, many, ok, warn
+from umt_durable.bridge.findings import Findings, counted, fail, many, ok, warn
 from umt_durable.bridge.serve import SERVICES
+from umt_durable.bridge.task import DurableTask
 from umt_durable.records import WorkerRecord
 from umt_durable.settings import Settings
-from umt_durable.store.diagnosis import DeadEvents, StillRuns
+from umt_durable.store.diagnosis import DeadEvents, RunsWithPriority, StillRuns
 
 LATE_SECONDS: Final = 60.0
 DEFECTS: Final = ("system_retry", "rescan_hit", "duty_failed")
@@ -43,7 +44,11 @@ def workers(live: Sequence[WorkerRecord], declared: Sequence[str], waiting: int)
     """Look whether somebody works, and has the tasks that this app declares."""
     if not live:
         level = fail if waiting else warn
-        yield level("workers", f"no worker is live; {waiting} runs are ready", "start one: `celery -A proj worker`")
+        yield level(
+            "workers",
+            f"no worker is live; {counted(waiting, 'run is ready', 'runs are ready')}",
+            "start one: `celery worker`",
+        )
         return
     yield ok("workers", f"{len(live)} live: {many([name_of(worker) for worker in live])}")
     had = {version for worker in live for version in worker.versions}
@@ -64,13 +69,15 @@ def outbox(pending: int, dead: Sequence[DeadEvents], oldest_seconds: float, sett
             if settings.worker_services
             else "durable_worker_services is off: start `umt-durable serve --role relay`"
         )
-        yield fail("relay", f"{pending} messages wait, the oldest for {oldest_seconds:.0f} s: no relay takes them", fix)
+        waits = counted(pending, "message waits", "messages wait")
+        yield fail("relay", f"{waits}, the oldest for {oldest_seconds:.0f} s: no relay takes them", fix)
     else:
-        yield ok("relay", f"{pending} messages wait in the outbox, none for long")
+        yield ok("relay", f"{counted(pending, 'message waits', 'messages wait')} in the outbox, none for long")
     for rows in dead:
         yield fail(
             "outbox",
-            f"{rows.rows} messages of type {rows.type} were given up: {rows.reason or 'no reason was kept'}",
+            f"{counted(rows.rows, f'message of type {rows.type} was', f'messages of type {rows.type} were')} given up:"
+            f" {rows.reason or 'no reason was kept'}",
             "remove the cause, then put them back: UPDATE outbox_event SET status = 'pending', attempts = 0,"
             " next_attempt_at = now() WHERE status = 'dead' in our schema",
         )
@@ -82,17 +89,31 @@ def still(blocked: Sequence[StillRuns], quarantined: Sequence[StillRuns], *, is_
         name = group.task if group.version is None else f"{group.task}@{group.version}"
         yield warn(
             "blocked",
-            f"{group.runs} ready runs of {name} wait for a worker that has it (one is {group.example})",
+            f"{counted(group.runs, f'ready run of {name} waits', f'ready runs of {name} wait')} for a worker that has"
+            f" it (one is {group.example})",
             f"start a worker whose code still declares {name}",
         )
     for group in quarantined:
         yield warn(
             "quarantine",
-            f"{group.runs} runs of {group.task} are parked for a person: {group.reason} (one is {group.example})",
+            f"{counted(group.runs, f'run of {group.task} is', f'runs of {group.task} are')} parked for a person:"
+            f" {group.reason} (one is {group.example})",
             f"look at it: `umt-durable show {group.example}`",
         )
     if not quarantined and not (blocked and is_staffed):
         yield ok("runs", "none is blocked or quarantined")
+
+
+def queues_with_priority(found: Sequence[RunsWithPriority], app: Any, queue_of: Callable[[str], str]) -> dict[str, str]:
+    """Say for each queue that needs priorities who uses them: runs under way, and tasks whose runs all have one."""
+    used = {}
+    for task in app.tasks.values():
+        if isinstance(task, DurableTask) and not task.is_ordinary and task.priority:
+            used[queue_of(task.name)] = f"{task.name} has a priority"
+    for group in found:
+        runs = counted(group.runs, f"run of {group.task} has", f"runs of {group.task} have")
+        used[group.queue or queue_of(group.task)] = f"{runs} a priority (one is {group.example})"
+    return used
 
 
 def counters(counts: Mapping[str, int]) -> Findings:

@@ -7,8 +7,9 @@ from datetime import timedelta
 from typing import Any, Final
 
 from umt_durable.bridge.bootsteps import EVENTLET, MANY_RESERVED, ServicesStep
-from umt_durable.bridge.findings import Findings, fail, ok, warn
+from umt_durable.bridge.findings import Findings, counted, fail, ok, warn
 from umt_durable.settings import Settings
+from umt_durable.store.diagnosis import ParkedInChord
 
 CODE: Final = {"pickle", "yaml", "application/x-python-serialize", "application/x-yaml"}
 DAY: Final = 86400.0
@@ -31,6 +32,23 @@ def celery_settings(conf: Any, settings: Settings, *, longest_parked: float | No
     yield from bad
     if not bad:
         yield ok("settings", "no setting of Celery endangers durable tasks")
+
+
+def chords(found: ParkedInChord | None, kept_seconds: float, setting: str) -> Findings:
+    """Tell of chords that the result backend forgets before their members, as they are parked now, can have ended.
+
+    Shape: `setting` is the one that the backend goes by, and `kept_seconds` what it says.
+    """
+    if found is None:
+        return
+    runs = counted(found.runs, "run that a chord waits for is", "runs that chords wait for are")
+    yield fail(
+        "chords",
+        f"{setting} is {_span(kept_seconds)}, and {runs} parked for up to {_span(found.seconds)} (one is"
+        f" {found.example}): the backend forgets the chord, whose body then never runs",
+        f"set {setting} = 0 (keep), or to more than that, and restart the workers: it counts from the next part that"
+        " comes in",
+    )
 
 
 def _execution(conf: Any) -> Findings:

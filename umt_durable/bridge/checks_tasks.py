@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from celery.app.annotations import resolve_all
 
-from umt_durable.bridge.findings import Finding, Findings, fail, many, ok
+from umt_durable.bridge.findings import Finding, Findings, counted, fail, many, ok
 from umt_durable.bridge.request import DurableRequest
 from umt_durable.bridge.strategy import is_durable
 from umt_durable.bridge.task import DurableTask
@@ -33,7 +33,8 @@ def acks(app: Any) -> Findings:
     if not bad:
         yield ok(
             "acks",
-            f"{len(tasks)} durable tasks pin their acks; task_acks_late, task_acks_on_failure_or_timeout and"
+            f"{counted(len(tasks), 'durable task pins its', 'durable tasks pin their')} acks;"
+            " task_acks_late, task_acks_on_failure_or_timeout and"
             " task_reject_on_worker_lost hold for plain tasks only: a hint is acked when a child accepts it, and the"
             " run's row, not the message, is what a lost worker leaves",
         )

@@ -39,18 +39,35 @@ class DurableGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = getattr(import_module(f"umt_durable.bridge.{COMMANDS[cmd_name]}"), cmd_name)
+        if _AFTER not in command.params:
+            command.params.append(_AFTER)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
         """Call the command that was asked for."""
         try:
             return super().invoke(ctx)
-        except click.ClickException:
-            raise
+        except click.ClickException as error:
+            if type(error) is not click.ClickException:  # a usage error says its own things around its text
+                raise
+            raise click.ClickException(_spelled(ctx, error.message)) from error
         except DatabaseUnavailableError as error:
-            raise click.ClickException(f"{_told(str(error))} (where it is says DURABLE_DATABASE_URL)") from error
+            text = f"{_told(str(error))} (where it is says DURABLE_DATABASE_URL)"
+            raise click.ClickException(_spelled(ctx, text)) from error
         except DurableError as error:
-            raise click.ClickException(_told(str(error))) from error
+            raise click.ClickException(_spelled(ctx, _told(str(error)))) from error
+
+
+def _name_app(ctx: click.Context, _: click.Parameter, named: str | None) -> None:
+    """Take the app that is named after the command, as it may be before it."""
+    if named is not None:
+        from umt_durable.bridge.project import Project, remember
+
+        remember(ctx, Project(named=named))
+
+
+_AFTER: Final = click.Option(["-A", "--app"], metavar="APP", hidden=True, expose_value=False, callback=_name_app)
+"""The option `-A` of each command: people write it after the command too."""
 
 
 @click.group("durable", cls=DurableGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -68,13 +85,20 @@ def durable(ctx: click.Context, named: str | None) -> None:
     from umt_durable.bridge.project import Project, remember
 
     root = ctx.find_root()
-    given = getattr(root.obj, "app", None) if root is not ctx and root.params.get("app") else None
-    remember(ctx, Project(named=named, given=given))
+    name = root.params.get("app") if root is not ctx else None
+    given = getattr(root.obj, "app", None) if name else None
+    remember(ctx, Project(named=named, given=given, given_as=name if isinstance(name, str) else None))
 
 
 def main() -> None:
     """Be the program `umt-durable`."""
     durable(prog_name="umt-durable")
+
+
+def _spelled(ctx: click.Context, text: str) -> str:
+    from umt_durable.bridge.project import spelled
+
+    return spelled(ctx, text)
 
 
 def _told(text: str) -> str:

@@ -44,7 +44,8 @@ def dev(ctx: click.Context, as_env: bool, worker_options: tuple[str, ...]) -> No
     if durable.database.url != pair.database_url:
         raise click.ClickException("the app's own code names its database: `dev` would not use the embedded pair")
     bring(durable)
-    say(f'dev: embedded Postgres and Valkey in {pair.home}; `eval "$(umt-durable dev --env)"` points a shell at them')
+    shell = project.spelled('`eval "$(umt-durable dev --env)"`')
+    say(f"dev: embedded Postgres and Valkey in {pair.home}; {shell} points a shell at them")
     ctx.exit(_run(worker_command(project, worker_options)))
 
 

@@ -93,7 +93,7 @@ def runs(
         "runs": [_run_document(run) for run in found],
         "before": found[-1].no if len(found) == limit else None,
     }
-    emit(document, [Section("run", columns, [_run_row(run) for run in found])], as_json=as_json)
+    emit(document, [Section("run", columns, [_run_row(run) for run in found], stacked=("id", "task"))], as_json=as_json)
 
 
 @click.command()
@@ -210,7 +210,10 @@ def _history_document(durable: Durable, history: History, *, payloads: bool) -> 
     document: Document = {
         "run": _run_document(run),
         "error": None if failure is None else failure.summary,
-        "attempts": [_visible(attempt) | {"error": attempt.error} for attempt in history.attempts],
+        "attempts": [
+            {"no": number} | _visible(attempt) | {"error": attempt.error}
+            for number, attempt in enumerate(history.attempts, start=1)
+        ],
         "steps": [_step_document(step, run.codec, payloads=payloads) for step in history.steps],
         "waits": [_wait_document(wait, payloads=payloads) for wait in history.waits],
     }
@@ -251,7 +254,9 @@ def _history_sections(document: Document) -> list[Section]:
         run["traceback"] = document["traceback"]
     return [
         Section("run", ("", ""), [(name, value) for name, value in run.items() if value is not None]),
-        _section("attempt", document["attempts"], ("fence", "outcome", "claimed_at", "ended_at", "worker", "error")),
+        _section(
+            "attempt", document["attempts"], ("no", "fence", "outcome", "claimed_at", "ended_at", "worker", "error")
+        ),
         _section(
             "step",
             document["steps"],

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -28,11 +29,15 @@ WIDE = 140
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table: its title, the names of its columns, and its rows."""
+    """A table: its title, the names of its columns, and its rows.
+
+    Shape: in a narrow table the column `stacked[0]` stands under `stacked[1]`, and each time takes two lines.
+    """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
+    stacked: tuple[str, str] | None = None
 
 
 def json_option(command: F) -> F:
@@ -108,14 +113,26 @@ def _emit_tables(sections: list[Section]) -> None:
     if not filled:
         console.print("none")
     narrow = console.width < WIDE
-    for section in filled:
-        table = Table(title=section.title if len(sections) > 1 else None, title_justify="left", box=box.SIMPLE_HEAD)
+    for section in (_stack(section) if narrow else section for section in filled):
+        table = Table(
+            title=section.title if len(sections) > 1 else None,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            show_edge=section.stacked is None,
+            pad_edge=section.stacked is None,
+        )
         shown = [place for place in range(len(section.columns)) if not narrow or _says_something(section, place)]
         for column in (section.columns[place] for place in shown):
-            table.add_column(column, overflow="fold", no_wrap=column in WHOLE, min_width=min(len(column), 8))
+            table.add_column(
+                column,
+                overflow="fold",
+                no_wrap=column in (*WHOLE, *(section.stacked or ())),
+                min_width=min(len(column), 8),
+            )
         for row in section.rows:
-            values = (row[place] for place in shown)
-            table.add_row(*(Text(_short(value) if narrow else cell(value), style=_style(value)) for value in values))
+            values = [row[place] for place in shown]
+            texts = [_short(value, section) if narrow else cell(value) for value in values]
+            table.add_row(*(Text(text, style=_style(value)) for text, value in zip(texts, values, strict=True)))
         console.print(table)
 
 
@@ -124,11 +141,36 @@ def _says_something(section: Section, place: int) -> bool:
     return place == 0 or any(cell(row[place]) not in ("", "0", "no") for row in section.rows)
 
 
-def _short(value: object) -> str:
+def _stack(section: Section) -> Section:
+    """Return a table in which one column stands under another, if the table says which."""
+    if section.stacked is None:
+        return section
+    under, over = map(section.columns.index, section.stacked)
+    columns = [name for place, name in enumerate(section.columns) if place != under]
+    rows = [
+        [_Stacked(value, row[under]) if place == over else value for place, value in enumerate(row) if place != under]
+        for row in section.rows
+    ]
+    return Section(section.title, columns, rows, section.stacked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stacked:
+    over: object
+    under: object
+
+    def __str__(self) -> str:
+        return "\n".join([*wrap(cell(self.over), len(cell(self.under))), cell(self.under)])
+
+
+def _short(value: object, section: Section) -> str:
     """Return a cell for a narrow table: times without their year, ids of processes by their first digits."""
     match value:
+        case _Stacked():
+            return str(value)
         case datetime():
-            return value.astimezone(tz=UTC).strftime("%m-%d %H:%M:%S")
+            divider = " " if section.stacked is None else "\n"
+            return value.astimezone(tz=UTC).strftime(f"%m-%d{divider}%H:%M:%S")
         case UUID():
             return value.hex[:8]
         case _:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import click
 import psycopg
 
 from umt_durable.bridge import checks_broker, checks_database, checks_runs, checks_settings, checks_tasks
+from umt_durable.bridge.chords import patience
 from umt_durable.bridge.console import Section, emit, json_option, one_line
 from umt_durable.bridge.durable import Durable
-from umt_durable.bridge.findings import Finding, Findings, Level, fail
+from umt_durable.bridge.findings import Finding, Findings, Level, fail, warn
 from umt_durable.bridge.project import Project, project_of
 from umt_durable.database import Connection
 from umt_durable.errors import DatabaseUnavailableError, DurableError
@@ -28,7 +29,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
     Cells: level (ok, warn or fail), check, what was found, the fix.
     """
-    findings = list(examine(project_of(ctx)))
+    project = project_of(ctx)
+    findings = [replace(found, fix=project.spelled(found.fix)) for found in examine(project)]
     worst = max(findings, key=lambda each: list(Level).index(each.level)).level
     document = {"level": worst, "findings": [asdict(finding) for finding in findings]}
     rows = [(str(each.level), each.check, one_line(each.what), one_line(each.fix)) for each in findings]
@@ -45,8 +47,10 @@ def examine(project: Project) -> Iterator[Finding]:
     except (DurableError, click.ClickException) as error:
         yield fail("configuration", redact_text(str(error)), "put that right first: nothing else was looked at")
         return
+    yield from _of_project(project)
     longest = None
     live: list[str] = []
+    used: dict[str, str] = {}
     try:
         with database.connect(application="umt_durable doctor") as conn:
             yield from _of_server(durable, conn, where)
@@ -57,6 +61,8 @@ def examine(project: Project) -> Iterator[Finding]:
                 records = workers.recent(conn)
                 live = [checks_runs.name_of(one) for one in checks_runs.main_processes(records)]
                 yield from _of_schema(durable, conn, records)
+                yield from _of_chords(durable, conn)
+                used = checks_runs.queues_with_priority(diagnosis.with_priority(conn), durable.app, durable.queue_of)
     except DatabaseUnavailableError as error:
         yield checks_database.unreachable(str(error))
     except psycopg.Error as error:
@@ -65,8 +71,20 @@ def examine(project: Project) -> Iterator[Finding]:
     yield from broker
     if all(finding.level is not Level.FAIL for finding in broker):
         yield from checks_broker.workers(durable.app, live)
+        yield from checks_broker.priorities(durable.app, used)
     yield from checks_settings.celery_settings(durable.app.conf, settings, longest_parked=longest)
     yield from checks_tasks.acks(durable.app)
+
+
+def _of_project(project: Project) -> Findings:
+    if project.near:
+        yield warn("app", project.unnamed, project.name_it)
+
+
+def _of_chords(durable: Durable, conn: Connection) -> Findings:
+    kept, setting = patience(durable.app.backend)
+    if kept is not None:
+        yield from checks_settings.chords(diagnosis.parked_in_chords(conn, kept), kept, setting)
 
 
 def _of_server(durable: Durable, conn: Connection, where: str) -> Findings:

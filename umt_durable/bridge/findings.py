@@ -44,6 +44,11 @@ def fail(check: str, what: str, fix: str) -> Finding:
     return Finding(Level.FAIL, check, what, fix)
 
 
+def counted(number: int, one: str, more: str) -> str:
+    """Return a number with what is counted, in the grammar that fits it: `1 run is`, `2 runs are`."""
+    return f"{number} {one if number == 1 else more}"
+
+
 def many(names: list[str], limit: int = 3) -> str:
     """Return some names, and how many more there are."""
     shown = ", ".join(names[:limit])

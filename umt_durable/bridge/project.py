@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from umt_durable.bridge.cli import COMMANDS
 from umt_durable.bridge.console import blame, one_line
+from umt_durable.bridge.findings import many
+from umt_durable.bridge.nearby import apps_near
 from umt_durable.errors import DurableError
 
 if TYPE_CHECKING:
@@ -19,17 +25,20 @@ if TYPE_CHECKING:
 
 VARIABLES: Final = ("DURABLE_APP", "CELERY_APP")
 _KEY: Final = "umt_durable.project"
+_OURS: Final = re.compile(rf"umt-durable (?=(?:{'|'.join(COMMANDS)})\b)")
+_WORKER: Final = "celery worker"
 
 
 class Project:
     """The app of one command.
 
-    Shape: `named` is what `-A` says; `given` is the app that `celery -A` has found. Without either it is the app that
-    DURABLE_APP or CELERY_APP names, and without these the library's own.
+    Shape: `named` is what `-A` says; `given` is the app that `celery -A` has found, under the name `given_as`. Without
+    either it is the app that DURABLE_APP or CELERY_APP names, and without these the library's own.
     """
 
-    def __init__(self, *, named: str | None, given: Any = None) -> None:
+    def __init__(self, *, named: str | None, given: Any = None, given_as: str | None = None) -> None:
         self.given = given
+        self.given_as = given_as
         self.name = named or ("" if given is not None else next(filter(None, map(os.environ.get, VARIABLES)), ""))
 
     @cached_property
@@ -44,7 +53,24 @@ class Project:
             return self.given
         import umt_durable
 
+        if self.near:
+            click.echo(f"{self.unnamed}; {self.name_it}", err=True)
         return umt_durable.app
+
+    @cached_property
+    def near(self) -> list[str]:
+        """The modules of this folder that seem to hold an app which the command line has not named."""
+        return [] if self.name or self.given is not None else apps_near(Path.cwd())
+
+    @property
+    def unnamed(self) -> str:
+        """What a command without `-A` works on, where another app is near."""
+        return f"without -A this is the package's own app, and not the one in {many(self.near)}"
+
+    @property
+    def name_it(self) -> str:
+        """How to name the app that is near."""
+        return f"to use that, write: umt-durable -A {self.near[0]} …"
 
     def durable(self, needs: Needs = "database", *, tasks: bool = False) -> Durable:
         """Return the `Durable` of the app; `needs` and `tasks` say what this command will use.
@@ -71,6 +97,15 @@ class Project:
                 app.loader.import_default_modules()
                 app.finalize(auto=True)
         return durable
+
+    def spelled(self, text: str) -> str:
+        """Return a text whose commands name the app as this command line does: each can be pasted as it stands."""
+        if not self.name and self.given_as:
+            ours, named = f"celery -A {shlex.quote(self.given_as)} durable", self.given_as
+        else:
+            ours, named = f"umt-durable -A {shlex.quote(self.name)}" if self.name else "umt-durable", self.name
+        worker = f"celery -A {shlex.quote(named) if named else 'MODULE'} worker"
+        return _OURS.sub(lambda _: f"{ours} ", text).replace(_WORKER, worker)
 
     def _find(self) -> Any:
         from celery import Celery
@@ -101,6 +136,12 @@ def project_of(ctx: click.Context) -> Project:
     """Return the project of this command line."""
     project: Project = ctx.meta[_KEY]
     return project
+
+
+def spelled(ctx: click.Context, text: str) -> str:
+    """Return a text whose commands name the app as this command line does, if it has got so far as to name one."""
+    project: Project | None = ctx.meta.get(_KEY)
+    return text if project is None else project.spelled(text)
 
 
 @contextmanager

@@ -235,7 +235,7 @@ class Lease:
             return
         self.ended.append(lost.id)
         telemetry.count(telemetry.Counter.LEASE_LOST, worker=str(lost.id), attempts=len(held))
-        logger.warning("the lease was lost, %d attempts are aborted", len(held), extra={"worker": str(lost.id)})
+        logger.warning("the lease was lost; attempts that are aborted: %d", len(held), extra={"worker": str(lost.id)})
         for one in held:
             abort(one, "lease_lost")
         self.wake.set()

@@ -280,7 +280,7 @@ class Relay:
         telemetry.count(telemetry.Counter.PUBLISH_REFUSED, **told)
         if status is OutboxStatus.DEAD:
             telemetry.count(telemetry.Counter.DEAD_EVENT, **told)
-            logger.error("an outbox row is dead after %d tries: %s", entry.attempts, reason, extra=told)
+            logger.error("an outbox row is dead, tries: %d: %s", entry.attempts, reason, extra=told)
 
     def _give_back(self, ids: Collection[UUID], relay: UUID) -> None:
         if ids:

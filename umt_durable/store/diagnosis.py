@@ -21,6 +21,25 @@ class StillRuns:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkedInChord:
+    """Runs that chords wait for and that are parked for long; `example` is the id of the one with most `seconds`."""
+
+    runs: int
+    seconds: float
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunsWithPriority:
+    """Runs of a task under way that have a priority. `queue` is None where routing decides at each hint."""
+
+    queue: str | None
+    task: str
+    runs: int
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeadEvents:
     """Outbox rows of one type that were given up for one reason."""
 
@@ -97,6 +116,17 @@ def longest_parked(conn: Connection) -> float | None:
     """Return the seconds from the enqueuing of a run to the end of the longest sleep or wait there is now."""
     seconds: float | None = sql.one(conn, "longest_parked")[0]
     return seconds
+
+
+def parked_in_chords(conn: Connection, kept_seconds: float) -> ParkedInChord | None:
+    """Find the runs that chords wait for and that are parked for longer than a backend keeps these."""
+    row = sql.maybe(conn, "longest_in_chord", kept=kept_seconds)
+    return None if row is None else ParkedInChord(*row)
+
+
+def with_priority(conn: Connection) -> list[RunsWithPriority]:
+    """Count the runs under way that have a priority, by queue and task."""
+    return [RunsWithPriority(*row) for row in sql.many(conn, "runs_with_priority")]
 
 
 def server(conn: Connection) -> Server:
