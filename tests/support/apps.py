@@ -22,6 +22,8 @@ from tests.support.queues import QUEUE
 from umt_durable import Durable, DurableTask, RetryPolicy, StepFailedError, TaskContext, current_context
 
 LEDGER = "UMT_TEST_LEDGER"
+MAX_PRIORITY = "UMT_TEST_MAX_PRIORITY"
+"""With what `x-max-priority` queues are declared; RabbitMQ heeds no priority without."""
 REDELIVERY = "UMT_TEST_REDELIVERY_SECONDS"
 """After how many seconds Redis gives out again what nobody has acked; its own is an hour, and only Redis has one."""
 
@@ -95,6 +97,8 @@ def build(environ: Mapping[str, str] | None = None) -> Tasks:
     if REDELIVERY in environ:
         again = {"unacked_restore_interval": 1, "unacked_restore_throttle": 1}
         app.conf.broker_transport_options = {"visibility_timeout": float(environ[REDELIVERY]), **again}
+    if MAX_PRIORITY in environ:
+        app.conf.task_queue_max_priority = int(environ[MAX_PRIORITY])
     durable = Durable(app, **_given(environ))
     return Tasks(app=app, durable=durable, **_durable_tasks(durable), **_plain_tasks(app))
 

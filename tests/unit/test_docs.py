@@ -28,7 +28,7 @@ PAGES = sorted(
 IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
 REQUIRED = {
     *("A4", "A5", "B1", "B2", "B3", "B4", "B5", "B6", "B7", "C1", "C2", "C3", "C8", "C10", "D2", "H2"),
-    *("S01", "S02", "S03", "S04", "S05", "S06", "S10", "S11", "S14"),
+    *("S01", "S02", "S03", "S04", "S05", "S06", "S10", "S11", "S12", "S14", "S15"),
 }
 
 _FENCE = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
