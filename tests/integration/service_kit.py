@@ -22,7 +22,7 @@ from umt_durable.errors import BrokerUnavailableError
 from umt_durable.records import FinishedRun, Grant, NewRun, OutboxEntry, RunNo, Token
 from umt_durable.services.lease import Lease
 from umt_durable.settings import Settings
-from umt_durable.states import RunState, StepKind, WaitState
+from umt_durable.states import RunState, StepKind, StepState, WaitState
 from umt_durable.store import facts, journal, outbox, runs, waits, workers
 from umt_durable.store.guard import Guard
 
@@ -366,3 +366,13 @@ def make_lease(database: Database, settings: Settings) -> Iterator[Callable[...,
     yield lease
     for one in made:
         one.stop()
+
+
+def row(conn: Connection, run: int, *columns: str) -> tuple[Any, ...]:
+    """Return columns of a run."""
+    return table(conn, f"SELECT {', '.join(columns)} FROM {{}}.run WHERE no = %s", run)[0]
+
+
+def commit_step(conn: Connection, grant: Any, key: str) -> bool | None:
+    """Record a step as done."""
+    return journal.commit(Guard(conn, grant.token), entry(key), state=StepState.DONE, result=b"1", digest=b"d")
