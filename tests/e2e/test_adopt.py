@@ -16,6 +16,8 @@ from tests.support import guard
 from tests.support.brokers import Broker
 from tests.support.wait import until
 from tests.support.workers import Worker
+from umt_durable.bridge.message import hint
+from umt_durable.records import event_id
 from umt_durable.settings import Settings
 
 pytestmark = pytest.mark.processes
@@ -183,6 +185,52 @@ def test_beat_goes_on_as_it_was(shop: Shop, broker: Broker, app: str) -> None:
     shop.work(app, "--beat", f"--schedule={shop.books}.beat")
 
     until(lambda: shop.rows("SELECT 1 FROM adopt.reminder"), timeout=60, what="a reminder")
+
+
+def test_a_worker_that_has_the_task_as_an_ordinary_one_leaves_the_run_to_others(
+    shop: Shop, broker: Broker, tmp_path: Path
+) -> None:
+    (tmp_path / "shop_of_step_1.py").write_text(next(stages()), encoding="utf-8")
+    shop.env.update(PYTHONPATH=f"{ROOT}:{tmp_path}")
+    shop.place(AFTER)
+    worker = shop.work("shop_of_step_1")
+    with Celery(broker=broker.url, set_as_current=False) as other:
+        [(no, run_id)] = shop.rows(f"SELECT no, id FROM {shop.env['DURABLE_SCHEMA']}.run")
+        send_hint(other, int(str(no)), str(run_id))
+
+    worker.wait_for(f"run {run_id!r} stays blocked")
+    worker.close()
+
+    assert shop.state() == "new"
+    shop.work(AFTER)
+    shop.wait_for("shipped")
+    assert shop.deals("charge") == 1
+
+
+def send_hint(app: Celery, no: int, run_id: str) -> None:
+    """Hand the hint of a new run to whoever reads the shop's queue."""
+    copy = hint(
+        app,
+        key=event_id(no, 0, "run", 0),
+        run_id=run_id,
+        nesting=0,
+        task="shop.charge",
+        queue="shop",
+        priority=None,
+        gen=0,
+        envelope=None,
+    )
+    with app.connection_for_write() as connection, connection.Producer() as producer:
+        producer.publish(
+            copy.body,
+            routing_key="shop",
+            declare=[app.amqp.queues["shop"]],
+            exchange=app.amqp.queues["shop"].exchange,
+            content_type=copy.content_type,
+            content_encoding=copy.content_encoding,
+            headers=dict(copy.headers),
+            correlation_id=run_id,
+        )
 
 
 # -- the page --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Messages that no strategy of this worker takes: of an unregistered task, or unreadable.
+"""Messages that no strategy of this worker takes: of a task it does not have, or not as a durable one, or unreadable.
 
 Celery ends an unregistered task with FAILURE in the result backend. A run whose task only another worker knows is not
 failed but *blocked*, so its message is acked here and nothing is stored.
@@ -46,15 +46,23 @@ class UnknownMessages(bootsteps.StartStopStep):
         RawGuard.place(consumer.connection.default_channel)
 
     def create_task_handler(self, *args: Any, **options: Any) -> Handler:
-        """Return Celery's receiver of all messages, behind a look at the one header that can end the worker."""
+        """Return Celery's receiver of all messages, behind a look at the headers.
+
+        Keeps: a hint never reaches a task that is not durable here, as in a worker with older code: Celery would call
+        its body without arguments and store that failure for the run.
+        """
         receive = self._stock_create(*args, **options)
+        tasks = self._consumer.app.tasks
 
         def on_task_received(message: Any) -> None:
+            name = (message.headers or {}).get("task", "")
             # The name is a key of a dict there: a list as name raises TypeError, which nobody catches.
-            if isinstance((message.headers or {}).get("task", ""), str):
-                receive(message)
-            else:
+            if not isinstance(name, str):
                 self._drop(message, "its task name is no text")
+            elif name in tasks and is_hint(message.headers) and _is_ordinary(tasks[name]):
+                self._leave_blocked(message, name, message.headers.get("id"))
+            else:
+                receive(message)
 
         return on_task_received
 
@@ -92,12 +100,17 @@ class UnknownMessages(bootsteps.StartStopStep):
             self._stock_decode_error(message, exc)
 
     def _leave_blocked(self, message: Any, name: object, run: object) -> None:
-        logger.warning("Task %.100r is not registered here; run %.100r stays blocked", name, run)
+        logger.warning("Durable task %.100r is not registered here; run %.100r stays blocked", name, run)
         message.ack_log_error(logger, self._consumer.connection_errors)
 
     def _drop(self, message: Any, reason: str) -> None:
         refuse(_name_and_id(message)[0], run_id_of(message), MessageRefusedError(reason))
         message.reject_log_error(logger, self._consumer.connection_errors)
+
+
+def _is_ordinary(task: Any) -> bool:
+    """Say whether a task is Celery's own: neither of our class nor behind our strategy."""
+    return getattr(task, "is_ordinary", True) and not is_durable(task)
 
 
 def _name_and_id(message: Any) -> tuple[object, object]:
