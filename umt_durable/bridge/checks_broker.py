@@ -66,6 +66,8 @@ def priorities(app: Any, used: Mapping[str, str]) -> Findings:
         if connection.transport.driver_type != "amqp":  # Redis has a list for each priority
             return
         for name, who in used.items():
+            if name not in app.amqp.queues and not app.conf.task_create_missing_queues:
+                continue  # its messages cannot be sent at all, which the relay tells
             queue = app.amqp.queues[name]
             is_declared = "x-max-priority" in _declared(queue)
             is_real = _has_priorities(connection, queue, is_declared=is_declared)
