@@ -155,7 +155,11 @@ class RunOwner:
 
 @dataclass(frozen=True, slots=True)
 class OutboxEntry:
-    """One outbox row that a relay has claimed, with what it needs of the row's run."""
+    """One outbox row that a relay has claimed, with what it needs of the row's run.
+
+    Shape: `live` says that a live process can take what it leads to: the run's version, or an event of its type.
+    Units: `age_seconds` is the time since the row was made, by the database's clock.
+    """
 
     id: UUID
     type: str
@@ -173,6 +177,8 @@ class OutboxEntry:
     paused: bool | None
     envelope: bytes | None
     live: bool | None
+    key: str | None = None
+    age_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,11 +79,12 @@ class WaitState(StrEnum):
 
 
 class OutboxType(StrEnum):
-    """What an outbox row is: three kinds of our own. Any other text is a user's event."""
+    """What an outbox row is: four kinds of our own. Any other text is a user's event."""
 
     RUN = "run"  # a hint that a run is ready
     RESULT = "result"  # a terminal run's result for the Celery backend
     CALLBACK = "callback"  # one link, errback or next chain member
+    CELERY = "celery"  # a signature of ordinary Celery tasks, to be published
 
 
 class OutboxStatus(StrEnum):

@@ -196,9 +196,11 @@ CREATE TABLE {schema}.outbox_event (
     attempts        int NOT NULL DEFAULT 0,
     reason          text,
     idempotency_key text,
+    created_at      timestamptz NOT NULL DEFAULT {schema}.now(),
     published_at    timestamptz
 ) WITH (autovacuum_vacuum_scale_factor = 0.01);
 CREATE INDEX outbox_event_due ON {schema}.outbox_event (priority DESC, next_attempt_at, id) WHERE status = 'pending';
+CREATE INDEX outbox_event_dead ON {schema}.outbox_event (created_at, id) WHERE status = 'dead';
 
 CREATE TABLE {schema}.idempotency_key (
     task       text NOT NULL,
@@ -304,6 +306,57 @@ CREATE FUNCTION {schema}.emit_fact(p_name text, p_key text, p_payload bytea, p_a
     RETURNS uuid LANGUAGE sql AS $$
     SELECT {schema}.say(jsonb_build_array('key', p_name, p_key)::text, p_name, p_payload, p_actor, p_dedupe, p_fact)
 $$;
+
+-- A user's event. One of a type and key: its id is derived from them, so that the primary key decides. Without a key it
+-- is the event of its id. `existing` gives the earlier event, `conflict` too, but that one has another payload.
+CREATE FUNCTION {schema}.emit_event(p_type text, p_payload bytea, p_key text, p_event uuid,
+    OUT event uuid, OUT outcome text)
+    LANGUAGE plpgsql AS $$
+DECLARE
+    known bytea;
+BEGIN
+    IF p_type IN ('run', 'result', 'callback', 'celery') OR p_type LIKE 'umt.%' OR p_type = '' THEN
+        RAISE EXCEPTION 'the outbox type % is reserved', quote_literal(p_type)
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    event := CASE WHEN p_key IS NULL THEN p_event ELSE encode(substr(sha256(convert_to(
+                 jsonb_build_array('event', p_type, p_key)::text, 'UTF8')), 1, 16), 'hex')::uuid END;
+    INSERT INTO {schema}.outbox_event AS o (id, type, payload, next_attempt_at, idempotency_key)
+        VALUES (event, p_type, p_payload, {schema}.now(), coalesce(p_key, 'outbox:' || event))
+        ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING;
+    outcome := 'created';
+    IF NOT FOUND THEN
+        -- In a statement of its own: the earlier one may have committed after the first began.
+        SELECT o.payload INTO known FROM {schema}.outbox_event AS o WHERE o.id = event;
+        outcome := CASE WHEN known <> p_payload THEN 'conflict' ELSE 'existing' END;
+    END IF;
+END $$;
+
+-- The same for SQL, triggers and other languages; a key that was used with another payload is an error.
+CREATE FUNCTION {schema}.emit_outbox(p_type text, p_payload jsonb, p_key text DEFAULT NULL) RETURNS uuid
+    LANGUAGE plpgsql AS $$
+DECLARE
+    made record;
+BEGIN
+    made := {schema}.emit_event(p_type, convert_to(p_payload::text, 'UTF8'), p_key, gen_random_uuid());
+    IF made.outcome = 'conflict' THEN
+        RAISE EXCEPTION 'the idempotency key % of events % was used with another payload', quote_literal(p_key),
+            quote_literal(p_type) USING ERRCODE = 'unique_violation';
+    END IF;
+    RETURN made.event;
+END $$;
+
+-- A message of ordinary Celery tasks, published when it is due. False where this id is there already.
+CREATE FUNCTION {schema}.keep_message(p_id uuid, p_payload bytea, p_due timestamptz, p_delay interval)
+    RETURNS boolean LANGUAGE plpgsql AS $$
+DECLARE
+    at timestamptz := {schema}.now();
+BEGIN
+    INSERT INTO {schema}.outbox_event (id, type, payload, next_attempt_at, created_at)
+        VALUES (p_id, 'celery', p_payload, greatest(at, coalesce(p_due, at + p_delay)), at)
+        ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING;
+    RETURN FOUND;
+END $$;
 """
 
 VIEWS = """

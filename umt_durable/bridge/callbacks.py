@@ -104,11 +104,12 @@ def _family(app: Celery, request: Context) -> dict[str, Any]:
 def _derived(signature: Mapping[str, Any], request: Context, kind: str, ordinal: int) -> dict[str, Any]:
     """Return a signature whose parts without an id have one that is derived from the run and their place."""
     copy: dict[str, Any] = _loads(_dumps(dict(signature)).encode()) if _is_plain(signature) else dict(signature)
-    _name(copy, [kind, request.id, request.replaced_task_nesting or 0, ordinal])
+    name_parts(copy, [kind, request.id, request.replaced_task_nesting or 0, ordinal])
     return copy
 
 
-def _name(signature: dict[str, Any], place: Sequence[object]) -> None:
+def name_parts(signature: dict[str, Any], place: Sequence[object]) -> None:
+    """Give each part of a signature that has no id the one of its place."""
     options = signature["options"] = dict(signature.get("options") or {})
     options.setdefault("task_id", str(derive(place)))
     kwargs = signature.get("kwargs") or {}
@@ -117,11 +118,11 @@ def _name(signature: dict[str, Any], place: Sequence[object]) -> None:
         if isinstance(members, list):
             for index, member in enumerate(members):
                 if isinstance(member, dict):
-                    _name(member, [*place, part, index])
+                    name_parts(member, [*place, part, index])
         elif isinstance(members, dict):
-            _name(members, [*place, part])
+            name_parts(members, [*place, part])
     if isinstance(kwargs.get("body"), dict):
-        _name(kwargs["body"], [*place, "body"])
+        name_parts(kwargs["body"], [*place, "body"])
 
 
 def derive(place: Sequence[object]) -> UUID:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -12,14 +13,22 @@ from celery.utils.log import get_logger
 from kombu.exceptions import OperationalError
 
 from umt_durable import codec, tracing
-from umt_durable.bridge import callbacks, message
+from umt_durable.bridge import callbacks, message, sending
 from umt_durable.bridge.deliver import plain, plain_arguments, stored_error
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.outgoing import Outgoing, Report, reason
 from umt_durable.bridge.publisher import Publisher
 from umt_durable.bridge.revoke import announce_revoked
 from umt_durable.engine import failures
-from umt_durable.errors import BrokerUnavailableError, DecodingError, UnknownTaskError
+from umt_durable.errors import (
+    BrokerUnavailableError,
+    DatabaseUnavailableError,
+    DecodingError,
+    EncodingError,
+    IdempotencyConflictError,
+    InputError,
+    UnknownTaskError,
+)
 from umt_durable.records import FinishedRun, OutboxEntry
 from umt_durable.states import OutboxType, RunState
 
@@ -37,6 +46,31 @@ def _redis_errors() -> tuple[type[Exception], ...]:
 
 # What result backends raise when they cannot be reached: no row's fault, so none of its attempts is used up.
 _AWAY = (OSError, OperationalError, BackendError, *_redis_errors())
+
+HOPELESS = (InputError, EncodingError, DecodingError, IdempotencyConflictError, UnknownTaskError)
+"""What no repetition can change: the row is dead at once, with the reason."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What became of the rows of a batch; `parts` are the messages of a row that is several."""
+
+    confirmed: set[UUID] = field(default_factory=set)
+    refused: dict[UUID, str] = field(default_factory=dict)
+    hopeless: dict[UUID, str] = field(default_factory=dict)
+    parts: dict[UUID, list[UUID]] = field(default_factory=dict)
+
+    def settle(self, confirmed: Collection[UUID], refused: Mapping[UUID, str]) -> None:
+        """Take what became of the messages: a row has left when all of its messages have."""
+        inner = {part for parts in self.parts.values() for part in parts}
+        self.confirmed |= set(confirmed) - inner
+        self.refused |= {key: why for key, why in refused.items() if key not in inner}
+        for row, parts in self.parts.items():
+            problem = next((refused[part] for part in parts if part in refused), None)
+            if problem is not None:
+                self.refused[row] = problem
+            elif all(part in confirmed for part in parts):
+                self.confirmed.add(row)
 
 
 class CeleryDispatcher:
@@ -56,31 +90,54 @@ class CeleryDispatcher:
 
         Errors: BrokerUnavailableError when the broker takes nothing, with what it had confirmed.
         """
-        confirmed: set[UUID] = set()
-        refused = {entry.id: f"no route for events of type {entry.type!r}" for entry in others}
+        tally = _Tally()
         for entry, run in reports:
-            try:
-                self._report(entry, run)
-                confirmed.add(entry.id)
-            except _AWAY as error:
-                logger.warning("a %s of run %s waits: %s", entry.type, run.id, reason(error))
-            except Exception as error:  # noqa: BLE001 - backends raise their own; the row stays and is tried again
-                logger.warning("a %s of run %s could not be delivered: %s", entry.type, run.id, type(error).__name__)
-                refused[entry.id] = reason(error)
+            self._deliver(tally, entry, run)
         batch: list[Outgoing] = []
         for entry in hints:
             try:
                 batch.append(self._hint(entry))
             except Exception as error:  # noqa: BLE001 - one row that cannot be built must not stop the batch
-                refused[entry.id] = reason(error)
-        if batch:
-            try:
-                sent = self._publisher.publish(batch)
-            except BrokerUnavailableError as error:
-                raise BrokerUnavailableError(str(error), confirmed | error.confirmed) from error
-            confirmed |= sent.confirmed
-            refused |= sent.refused
-        return Report(frozenset(confirmed), refused)
+                tally.refused[entry.id] = reason(error)
+        for entry in others:
+            batch += self._messages(tally, entry)
+        try:
+            sent = self._publisher.publish(batch) if batch else Report(frozenset(), {})
+        except BrokerUnavailableError as error:
+            tally.settle(error.confirmed, {})
+            raise BrokerUnavailableError(str(error), tally.confirmed) from error
+        tally.settle(sent.confirmed, sent.refused)
+        return Report(frozenset(tally.confirmed), tally.refused, tally.hopeless)
+
+    def _deliver(self, tally: _Tally, entry: OutboxEntry, run: FinishedRun) -> None:
+        try:
+            self._report(entry, run)
+            tally.confirmed.add(entry.id)
+        except _AWAY as error:
+            logger.warning("a %s of run %s waits: %s", entry.type, run.id, reason(error))
+        except Exception as error:  # noqa: BLE001 - backends raise their own; the row stays and is tried again
+            logger.warning("a %s of run %s could not be delivered: %s", entry.type, run.id, type(error).__name__)
+            tally.refused[entry.id] = reason(error)
+
+    def _messages(self, tally: _Tally, entry: OutboxEntry) -> Sequence[Outgoing]:
+        """Make the messages of a row that is no hint; the row is settled when all of them are."""
+        try:
+            if entry.type != OutboxType.CELERY:
+                raise UnknownTaskError(entry.type)
+            found = sending.messages(
+                self._durable.app, entry.id, bytes(entry.payload or b""), age_seconds=entry.age_seconds
+            )
+        except (*_AWAY, DatabaseUnavailableError) as error:
+            logger.warning("outbox row %s waits: %s", entry.id, reason(error))
+            return []
+        except HOPELESS as error:
+            tally.hopeless[entry.id] = reason(error)
+            return []
+        except Exception as error:  # noqa: BLE001 - one row that cannot be built must not stop the batch
+            tally.refused[entry.id] = reason(error)
+            return []
+        tally.parts[entry.id] = [message.key for message in found]
+        return found
 
     def _hint(self, entry: OutboxEntry) -> Outgoing:
         assert entry.run_id is not None

@@ -22,6 +22,7 @@ from celery.utils.time import maybe_iso8601
 from kombu.exceptions import OperationalError
 
 from umt_durable import tracing
+from umt_durable.bridge import sending
 from umt_durable.bridge.message import TaskMessage, parse_publish
 from umt_durable.bridge.publishing import Publishing, is_watched
 from umt_durable.codec import input_hash
@@ -114,7 +115,8 @@ def send_task(durable: Durable, original: Callable[..., Any], name: str, *args: 
     they would not be the database's (I10, I25).
     """
     if not durable.has_task(name):
-        return original(name, *args, **options)
+        sink = sending.sink()
+        return original(name, *args, **options) if sink is None else sink.send_task(original, name, *args, **options)
     before = _current.get()
     mine = replace(before) if before is not None else Enqueuing()
     token = _current.set(mine)
@@ -143,6 +145,9 @@ def send_task_message(
     tracing.carry(headers)
     message = message._replace(headers=headers)
     if not durable.has_task(name):
+        sink = sending.sink()
+        if sink is not None:
+            return sink.send_message(original, name, message, **options)
         return original(producer, name, message, **options)
     mine = _current.get() or Enqueuing()
     if isinstance(producer, _NoProducer):

@@ -54,12 +54,13 @@ class Outgoing:
 class Report:
     """What became of a batch.
 
-    Shape: `confirmed` was taken by the broker; `refused` gives the reason for each row that cannot be sent as it is.
-    Every row of the batch is in exactly one of them.
+    Shape: `confirmed` was taken by the broker; `refused` gives the reason for each row that cannot be sent as it is,
+    `hopeless` for each that never can. No row of the batch is in two of them.
     """
 
     confirmed: frozenset[UUID]
     refused: Mapping[UUID, str]
+    hopeless: Mapping[UUID, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -47,6 +47,10 @@ class Report(Protocol):
     def refused(self) -> Mapping[UUID, str]:
         """The rows that alone could not leave, each with its reason."""
 
+    @property
+    def hopeless(self) -> Mapping[UUID, str]:
+        """The rows that can never leave as they are, each with its reason."""
+
 
 class Dispatcher(Protocol):
     """Takes rows where they belong."""
@@ -107,6 +111,7 @@ class _Batch:
 class _Sent:
     confirmed: set[UUID] = field(default_factory=set)
     refused: dict[UUID, str] = field(default_factory=dict)
+    hopeless: dict[UUID, str] = field(default_factory=dict)
     outage: BrokerUnavailableError | None = None
 
 
@@ -146,11 +151,13 @@ class Relay:
         sent = self._send(batch)
         dropped = {entry.id for entry in batch.stale}
         self._delete([*sent.confirmed, *dropped], relay)
-        refused = [entry for entry in entries if entry.id in sent.refused]
-        each("relay", refused, lambda entry: self._refuse(entry, sent.refused[entry.id], relay))
-        rest = {entry.id for entry in entries} - sent.confirmed - sent.refused.keys() - dropped - shelved
+        refused = sent.refused | sent.hopeless
+        each(
+            "relay", [entry for entry in entries if entry.id in refused], lambda entry: self._refuse(entry, sent, relay)
+        )
+        rest = {entry.id for entry in entries} - sent.confirmed - refused.keys() - dropped - shelved
         self._give_back(rest, relay)
-        return RelayCounts(len(entries), len(sent.confirmed), len(sent.refused), len(rest), len(dropped), len(shelved))
+        return RelayCounts(len(entries), len(sent.confirmed), len(refused), len(rest), len(dropped), len(shelved))
 
     def _claim(self, relay: UUID) -> list[OutboxEntry]:
         def claim(conn: Connection) -> list[OutboxEntry]:
@@ -246,6 +253,7 @@ class Relay:
         else:
             sent.confirmed |= set(report.confirmed)
             sent.refused |= report.refused
+            sent.hopeless |= report.hopeless
 
     def _begin_rest(self, error: BrokerUnavailableError) -> None:
         telemetry.count(telemetry.Counter.PUBLISH_OUTAGE)
@@ -263,7 +271,9 @@ class Relay:
             self._database.do(delete, seconds=HOLD_SECONDS)  # what stays is published again
             failpoints.point("relay.delete.a")
 
-    def _refuse(self, entry: OutboxEntry, reason: str, relay: UUID) -> None:
+    def _refuse(self, entry: OutboxEntry, sent: _Sent, relay: UUID) -> None:
+        hopeless = entry.id in sent.hopeless
+        reason = sent.hopeless[entry.id] if hopeless else sent.refused[entry.id]
         longest = min(LONGEST_REFUSAL_SECONDS, REFUSAL_SECONDS * 2 ** min(entry.attempts, 20))
         status = self._database.do(
             lambda conn: outbox.refuse(
@@ -272,7 +282,7 @@ class Relay:
                 relay=relay,
                 reason=reason,
                 delay_seconds=longest * random.uniform(0.5, 1.0),
-                max_attempts=self._settings.max_publish_attempts,
+                max_attempts=0 if hopeless else self._settings.max_publish_attempts,
             ),
             seconds=RETRY_SECONDS,
         )

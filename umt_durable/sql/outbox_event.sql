@@ -15,10 +15,13 @@ u AS (
     UPDATE {schema}.outbox_event AS o
        SET claim = %(relay)s, next_attempt_at = {schema}.now() + %(hold)s::interval, attempts = attempts + 1
       FROM c WHERE o.id = c.id
-    RETURNING o.id, o.type, o.run, o.ordinal, o.payload, o.priority, o.attempts)
+    RETURNING o.id, o.type, o.run, o.ordinal, o.payload, o.priority, o.attempts, o.idempotency_key,
+              o.created_at)
 SELECT u.id, u.type, u.run, u.ordinal, u.payload, u.attempts, r.id, r.nesting, r.task, r.queue, r.priority, r.fence,
        r.state, r.paused_at IS NOT NULL, r.envelope,
-       (CASE WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live)
+       (CASE WHEN u.run IS NULL THEN '@outbox:' || u.type
+             WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live),
+       u.idempotency_key, extract(epoch FROM {schema}.now() - u.created_at)::float8
   FROM u LEFT JOIN {schema}.run AS r ON r.no = u.run
  ORDER BY u.priority DESC, u.id
 
@@ -99,9 +102,15 @@ SELECT {schema}.event_id(no, fence, 'callback', 0), 'callback', no, %(payload)s:
   FROM {schema}.run WHERE no = %(run)s AND finished_at IS NOT NULL
 ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING
 
+-- name: keep_message :one
+-- Keep a message of ordinary Celery tasks, to be published when it is due; false where its id is there already.
+-- Locks: outbox_event. Index: outbox_event_pkey.
+SELECT {schema}.keep_message(%(id)s, %(payload)s, %(due)s, %(delay)s::interval)
+
 -- name: outbox_status :one
--- Count pending and dead rows and say how long the oldest due row has waited, in seconds.
--- Locks: none. Index: outbox_event_due.
-SELECT count(*) FILTER (WHERE status = 'pending'), count(*) FILTER (WHERE status = 'dead'),
-       coalesce(extract(epoch FROM {schema}.now() - min(next_attempt_at) FILTER (WHERE status = 'pending')), 0)::float8
-  FROM {schema}.outbox_event WHERE status <> 'dispatched'
+-- Count pending and dead rows and say how long the oldest due row has waited, in seconds. Events that were dispatched
+-- may be many: they are not read.
+-- Locks: none. Index: outbox_event_due, outbox_event_dead.
+SELECT pending.rows, (SELECT count(*) FROM {schema}.outbox_event WHERE status = 'dead'), pending.seconds
+  FROM (SELECT count(*) AS rows, coalesce(extract(epoch FROM {schema}.now() - min(next_attempt_at)), 0)::float8 AS seconds
+          FROM {schema}.outbox_event WHERE status = 'pending') AS pending

@@ -1,9 +1,9 @@
-"""The outbox: rows claimed by a relay, published, then deleted."""
+"""The outbox: rows claimed by a relay, published, then deleted; users' events are kept as dispatched."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from uuid import UUID
 
 from umt_durable import sql, texts
@@ -42,6 +42,24 @@ def keep_callback(guard: Guard, *, payload: bytes, hold_seconds: float) -> None:
     """Store the one callback of a run that this guard's transaction has just ended; its finisher publishes it."""
     hold = timedelta(seconds=hold_seconds)
     sql.count(guard.conn, "keep_callback", run=guard.token.run, claim=guard.token.claim, payload=payload, hold=hold)
+
+
+def keep_message(
+    conn: sql.SchemaConnection, id: UUID, payload: bytes, *, due: datetime | None = None, delay: timedelta | None = None
+) -> bool:
+    """Keep a message of ordinary Celery tasks in the caller's transaction; a relay publishes it once that committed.
+
+    Shape: `payload` is what `bridge.sending.pack` makes; `due` or `delay` say when it may leave, at once without them.
+    Repeating it with the same id changes nothing and gives False.
+    """
+    return bool(sql.one(conn, "keep_message", **message_parameters(id, payload, due=due, delay=delay))[0])
+
+
+def message_parameters(
+    id: UUID, payload: bytes, *, due: datetime | None = None, delay: timedelta | None = None
+) -> dict[str, object]:
+    """Return the parameters of `keep_message`, for a caller's own connection."""
+    return {"id": id, "payload": payload, "due": due, "delay": delay}
 
 
 def give_back(conn: Connection, ids: Sequence[UUID], *, relay: UUID, delay_seconds: float) -> int:
