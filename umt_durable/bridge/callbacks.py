@@ -6,21 +6,17 @@ run however often it is published (I13).
 
 from __future__ import annotations
 
-import json
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
-from uuid import UUID, uuid5
 
 from celery import states as celery_states
 from celery.app.task import Context
-from celery.canvas import maybe_signature
 from celery.exceptions import TaskRevokedError
 from kombu.utils import json as kombu_json
 
+from umt_durable.bridge import signatures
 from umt_durable.bridge.envelope import Envelope
-from umt_durable.engine.context import NAMESPACE
-from umt_durable.errors import EncodingError
 from umt_durable.states import RunState
 
 if TYPE_CHECKING:
@@ -58,21 +54,10 @@ def dispatch(
         return
     if ordinal < len(envelope.callbacks):
         link = _derived(envelope.callbacks[ordinal], request, "link", ordinal)
-        maybe_signature(link, app=app).apply_async((value,), **_family(app, request))
+        signatures.of(app, link).apply_async((value,), **_family(app, request))
         return
     following = _derived(envelope.chain[-1], request, "chain", ordinal)
-    maybe_signature(following, app=app).apply_async((value,), chain=list(envelope.chain[:-1]), **_family(app, request))
-
-
-def stored(signature: Mapping[str, Any]) -> bytes:
-    """Return a signature as the outbox keeps it.
-
-    Errors: EncodingError for one that JSON cannot hold.
-    """
-    try:
-        return _dumps(dict(signature)).encode()
-    except Exception as error:
-        raise EncodingError("the signature of a replacement", "$", str(error)[:200]) from error
+    signatures.of(app, following).apply_async((value,), chain=list(envelope.chain[:-1]), **_family(app, request))
 
 
 def dispatch_stored(app: Celery, request: Context, payload: bytes) -> None:
@@ -80,7 +65,7 @@ def dispatch_stored(app: Celery, request: Context, payload: bytes) -> None:
 
     Errors: whatever publishing raises; the outbox row then stays.
     """
-    maybe_signature(_loads(payload), app=app).apply_async(**_family(app, request))
+    signatures.read(app, payload).apply_async(**_family(app, request))
 
 
 def revoke(backend: Any, request: Context, reason: str, *, store_result: bool) -> None:
@@ -104,30 +89,8 @@ def _family(app: Celery, request: Context) -> dict[str, Any]:
 def _derived(signature: Mapping[str, Any], request: Context, kind: str, ordinal: int) -> dict[str, Any]:
     """Return a signature whose parts without an id have one that is derived from the run and their place."""
     copy: dict[str, Any] = _loads(_dumps(dict(signature)).encode()) if _is_plain(signature) else dict(signature)
-    name_parts(copy, [kind, request.id, request.replaced_task_nesting or 0, ordinal])
+    signatures.name_parts(copy, [kind, request.id, request.replaced_task_nesting or 0, ordinal])
     return copy
-
-
-def name_parts(signature: dict[str, Any], place: Sequence[object]) -> None:
-    """Give each part of a signature that has no id the one of its place."""
-    options = signature["options"] = dict(signature.get("options") or {})
-    options.setdefault("task_id", str(derive(place)))
-    kwargs = signature.get("kwargs") or {}
-    for part in ("tasks", "header"):
-        members = kwargs.get(part)
-        if isinstance(members, list):
-            for index, member in enumerate(members):
-                if isinstance(member, dict):
-                    name_parts(member, [*place, part, index])
-        elif isinstance(members, dict):
-            name_parts(members, [*place, part])
-    if isinstance(kwargs.get("body"), dict):
-        name_parts(kwargs["body"], [*place, "body"])
-
-
-def derive(place: Sequence[object]) -> UUID:
-    """Return the id that belongs to a place in the family of a run."""
-    return uuid5(NAMESPACE, json.dumps(list(place)))
 
 
 def _is_plain(signature: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.canvas import Signature, _chain
 
-from umt_durable.bridge import callbacks, enqueuing
+from umt_durable.bridge import enqueuing, signatures
 from umt_durable.engine.context import current_context
 from umt_durable.engine.exits import Replaced
 
@@ -26,7 +26,9 @@ def leave_for(durable: Durable, signature: Signature) -> NoReturn:
     run = None
     if _begins_with_one_run(durable, signature):
         run = enqueuing.run_of(signature.apply_async)
-    the_pass.leave(Replaced(run=run) if run is not None else Replaced(message=callbacks.stored(signature)))
+    if run is not None:
+        the_pass.leave(Replaced(run=run))
+    the_pass.leave(Replaced(message=signatures.stored(signature, "the signature of a replacement")))
 
 
 def _begins_with_one_run(durable: Durable, signature: Signature) -> bool:

@@ -15,29 +15,23 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID, uuid5
 
-from celery.canvas import Signature, maybe_signature
+from celery.canvas import Signature
 from celery.result import GroupResult
 from celery.utils.time import maybe_iso8601
 from kombu import compression as kombu_compression
 from kombu import serialization
-from kombu.utils import json as kombu_json
-from kombu.utils.functional import maybe_list
 from vine import barrier
 
-from umt_durable.bridge import callbacks
+from umt_durable.bridge import signatures
 from umt_durable.bridge.destination import counts_priority_down, name_of, our_priority
 from umt_durable.bridge.outgoing import Outgoing
 from umt_durable.engine.context import NAMESPACE
-from umt_durable.errors import DecodingError, EncodingError
 
 if TYPE_CHECKING:
     from celery import Celery
 
-_dumps: Final[Callable[[Any], str]] = kombu_json.dumps
-_loads: Final[Callable[[bytes], Any]] = kombu_json.loads
 _serialize: Final[Callable[..., tuple[str, str, bytes | str]]] = serialization.dumps
 _compress: Final[Callable[[bytes | str, str], tuple[bytes, str]]] = kombu_compression.compress
-_as_list: Final[Callable[[Any], list[Any] | None]] = maybe_list
 
 _sink: ContextVar[Sink | None] = ContextVar("umt_durable.sink", default=None)
 _ignoring: ContextVar[bool | None] = ContextVar("umt_durable.ignoring", default=None)
@@ -65,28 +59,28 @@ def pack(app: Celery, signature: Signature, id: UUID, *, task_id: str | None = N
     Errors: EncodingError, naming the path, for what JSON cannot hold.
     """
     where = f"the signature of {signature.task}"
-    copy: dict[str, Any] = _loads(_written(dict(signature), where))
+    copy: dict[str, Any] = signatures.copied(signature, where)
     if task_id is not None:
         _outermost(copy).setdefault("options", {})["task_id"] = task_id
-    callbacks.name_parts(copy, ["send", str(id)])
-    for index, link in enumerate(_links(copy)):
-        callbacks.name_parts(link, ["send", str(id), "link", index])
+    signatures.name_parts(copy, ["send", str(id)])
+    for index, link in enumerate(signatures.links(copy)):
+        signatures.name_parts(link, ["send", str(id), "link", index])
     options = copy["options"]
     delay, due = None, None
     if _is_single(copy):
         countdown, eta = options.pop("countdown", None), options.pop("eta", None)
         delay = timedelta(seconds=float(countdown)) if countdown else None
         due = None if eta is None else _aware(maybe_iso8601(eta), app)
-    if any(part.get("subtask_type") == "chord" for part in _parts(copy)):
+    if any(part.get("subtask_type") == "chord" for part in signatures.parts(copy)):
         app.backend.ensure_chords_allowed()  # told at the call, and not to the relay
     root, parent = _family(app)
     if parent is not None:
         options.setdefault("parent_id", parent)
-    for part in _parts(copy):
+    for part in signatures.parts(copy):
         part["options"].setdefault("reply_to", app.thread_oid)  # the relay's own would be made up for it otherwise
         if root is not None:
             part["options"].setdefault("root_id", root)
-    return Kept(_written(copy, where), maybe_signature(copy, app=app), due, delay)
+    return Kept(signatures.stored(copy, where), signatures.of(app, copy), due, delay)
 
 
 def messages(app: Celery, id: UUID, payload: bytes, *, age_seconds: float) -> list[Outgoing]:
@@ -95,7 +89,7 @@ def messages(app: Celery, id: UUID, payload: bytes, *, age_seconds: float) -> li
     Units: `age_seconds` is how long ago it was sent, which shortens the time until it expires.
     Errors: DecodingError for a payload that is no signature; whatever Celery raises.
     """
-    signature = unpack(app, payload)
+    signature = signatures.read(app, payload)
     expires = signature.options.get("expires")
     if isinstance(expires, int | float) and not isinstance(expires, bool):
         signature.options["expires"] = max(0.0, expires - age_seconds)
@@ -109,20 +103,6 @@ def result_of(app: Celery, kept: Kept) -> Any:
     with without_subscriptions(app):
         found = kept.signature.freeze()
     return _SentGroup.like(found) if isinstance(found, GroupResult) else found
-
-
-def unpack(app: Celery, payload: bytes) -> Signature:
-    """Read a signature that `pack` made.
-
-    Errors: DecodingError.
-    """
-    try:
-        found = _loads(payload)
-    except ValueError as error:
-        raise DecodingError(f"the stored signature cannot be read: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("task"), str):
-        raise DecodingError("the stored value is no signature")
-    return maybe_signature(found, app=app)
 
 
 @contextmanager
@@ -282,23 +262,6 @@ def _outermost(signature: dict[str, Any]) -> dict[str, Any]:
     return signature
 
 
-def _parts(signature: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give a signature and the members, headers and bodies it is made of; all have options by then."""
-    yield signature
-    kwargs = signature.get("kwargs") or {}
-    for name in ("tasks", "header", "body") if signature.get("subtask_type") else ():
-        inner = kwargs.get(name)
-        for part in inner if isinstance(inner, list) else [inner]:
-            if isinstance(part, dict):
-                yield from _parts(part)
-
-
-def _links(signature: dict[str, Any]) -> list[dict[str, Any]]:
-    """Give the callbacks of all parts of a signature."""
-    found = [link for part in _parts(signature) for link in _as_list(part["options"].get("link")) or ()]
-    return [link for link in found if isinstance(link, dict)]
-
-
 def _family(app: Celery) -> tuple[str | None, str | None]:
     """Return the root's and the own id of the task that is being executed, as Celery passes them on."""
     task = app.current_worker_task
@@ -307,26 +270,3 @@ def _family(app: Celery) -> tuple[str | None, str | None]:
 
 def _aware(at: datetime, app: Celery) -> datetime:
     return at if at.tzinfo is not None else at.replace(tzinfo=app.timezone)
-
-
-def _written(value: Any, where: str) -> bytes:
-    try:
-        return _dumps(value).encode()
-    except Exception as error:
-        path, reason = _culprit(value, "$", error)
-        raise EncodingError(where, path, str(reason)[:200]) from error
-
-
-def _culprit(value: Any, path: str, error: Exception) -> tuple[str, Exception]:
-    """Return where inside a value JSON fails, and why."""
-    parts: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
-        parts = [(f"{path}.{name}", inner) for name, inner in value.items()]
-    elif isinstance(value, list | tuple):
-        parts = [(f"{path}[{index}]", inner) for index, inner in enumerate(value)]
-    for place, inner in parts:
-        try:
-            _dumps(inner)
-        except Exception as inside:  # noqa: BLE001 - each encoder fails in its own way; the deepest one is told
-            return _culprit(inner, place, inside)
-    return path, error
