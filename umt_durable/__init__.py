@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from umt_durable.bridge.app import app, durable
     from umt_durable.bridge.durable import Durable
     from umt_durable.bridge.engine_port import OutboxRelay, TaskEngine, create_default_registry, define_task
+    from umt_durable.bridge.outbox import Outbox
     from umt_durable.bridge.task import DurableTask
     from umt_durable.engine.async_context import AsyncTaskContext
     from umt_durable.engine.client import History
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         DatabaseUnavailableError,
         DecodingError,
         DefinitionError,
+        DuplicateOutboxRouteError,
         DuplicateTaskError,
         DurableError,
         EmbeddedError,
@@ -40,11 +42,12 @@ if TYPE_CHECKING:
         NonRetryableError,
         SchemaError,
         StepFailedError,
+        UnknownEventError,
         UnknownRunError,
         UnknownTaskError,
     )
     from umt_durable.migrate import migrate_engine_schema
-    from umt_durable.records import Run
+    from umt_durable.records import OutboxEvent, Run
     from umt_durable.settings import Settings
     from umt_durable.states import RunState
 
@@ -56,6 +59,7 @@ __all__ = [
     "DatabaseUnavailableError",
     "DecodingError",
     "DefinitionError",
+    "DuplicateOutboxRouteError",
     "DuplicateTaskError",
     "Durable",
     "DurableError",
@@ -70,6 +74,8 @@ __all__ = [
     "InputError",
     "NonDeterminismError",
     "NonRetryableError",
+    "Outbox",
+    "OutboxEvent",
     "OutboxRelay",
     "RetryAfter",
     "RetryPolicy",
@@ -82,6 +88,7 @@ __all__ = [
     "TaskDefinition",
     "TaskEngine",
     "TaskRegistry",
+    "UnknownEventError",
     "UnknownRunError",
     "UnknownTaskError",
     "app",
@@ -96,6 +103,7 @@ _HOMES: Final = {
     "bridge.app": ("app", "durable"),
     "bridge.durable": ("Durable",),
     "bridge.engine_port": ("OutboxRelay", "TaskEngine", "create_default_registry", "define_task"),
+    "bridge.outbox": ("Outbox",),
     "bridge.task": ("DurableTask",),
     "engine.async_context": ("AsyncTaskContext",),
     "engine.client": ("History",),
@@ -104,7 +112,7 @@ _HOMES: Final = {
     "engine.retry": ("RetryAfter", "RetryPolicy"),
     "engine.waiting": ("Fact",),
     "migrate": ("migrate_engine_schema",),
-    "records": ("Run",),
+    "records": ("OutboxEvent", "Run"),
     "settings": ("Settings",),
     "states": ("RunState",),
 }

@@ -6,6 +6,7 @@
     │   └── SchemaError               the schema is missing, behind or ahead of this code
     ├── DefinitionError               a task, step or policy is declared wrongly
     │   ├── DuplicateTaskError
+    │   ├── DuplicateOutboxRouteError
     │   └── DurationError             a duration is not written in a form that is read; also a ValueError
     ├── InputError                    the arguments of a run are refused, naming each field
     ├── EncodingError                 a value cannot be stored and given back unchanged
@@ -14,6 +15,7 @@
     ├── AutocommitError               a caller's connection has no transaction to join
     ├── UnknownTaskError
     ├── UnknownRunError
+    ├── UnknownEventError             no row of the outbox has this id
     ├── IdempotencyConflictError      the same key was used with other input
     ├── FencingError                  a write came after the grant it was made under had ended
     ├── NonDeterminismError           a replay asked for another step than was recorded
@@ -56,6 +58,14 @@ class DefinitionError(DurableError):
 
 class DuplicateTaskError(DefinitionError):
     """Two owners declare the same task name and version."""
+
+
+class DuplicateOutboxRouteError(DefinitionError):
+    """Two tasks are given the events of one type."""
+
+    def __init__(self, type: str, first: str, second: str) -> None:
+        self.type = type
+        super().__init__(f"events of type {type!r} are routed to {first} and to {second}: a type has one owner")
 
 
 class DurationError(DefinitionError, ValueError):
@@ -117,17 +127,26 @@ class UnknownRunError(DurableError):
         super().__init__(f"no run with id {str(run)!r}")
 
 
+class UnknownEventError(DurableError):
+    """No row of the outbox has this id: a row of ours is gone once it has left."""
+
+    def __init__(self, event: object) -> None:
+        self.event = event
+        super().__init__(f"no outbox row with id {str(event)!r}")
+
+
 class IdempotencyConflictError(DurableError):
     """An idempotency key was used before with other input.
 
-    Shape: `run` is the id of the run that owns the key; that run is untouched.
+    Shape: `run` is the id of the run, or of the outbox event, that owns the key; it is untouched. `task` is the task,
+    or the type of the event.
     """
 
-    def __init__(self, task: str, key: str, run: str) -> None:
+    def __init__(self, task: str, key: str, run: str, *, kind: str = "run") -> None:
         self.task = task
         self.key = key
         self.run = run
-        super().__init__(f"idempotency key {key!r} of {task} belongs to run {run}, which was started with other input")
+        super().__init__(f"idempotency key {key!r} of {task} belongs to {kind} {run}, which was made with other input")
 
 
 class FencingError(DurableError):

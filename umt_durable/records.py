@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NewType
 from uuid import UUID
 
-from umt_durable.states import AttemptOutcome, RunState, StepState, WaitState
+from umt_durable.states import AttemptOutcome, OutboxStatus, RunState, StepState, WaitState
 
 RunNo = NewType("RunNo", int)
 
@@ -179,6 +179,27 @@ class OutboxEntry:
     live: bool | None
     key: str | None = None
     age_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxEvent:
+    """A read-only view of one outbox row.
+
+    Shape: `type` is the user's, or one of ours: run, result, callback, celery. `run` is the id of the run that the row
+    belongs to, or that the event started. `reason` says why it was last refused.
+    """
+
+    id: UUID
+    type: str
+    status: OutboxStatus
+    payload: bytes | None
+    run: str | None
+    attempts: int
+    reason: str | None
+    idempotency_key: str | None
+    created_at: datetime
+    next_attempt_at: datetime
+    published_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)

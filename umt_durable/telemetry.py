@@ -46,6 +46,7 @@ class Counter(StrEnum):
     PUBLISH_REFUSED = "publish_refused"
     PUBLISH_OUTAGE = "publish_outage"
     DEAD_EVENT = "dead_event"
+    DISPATCHED_EVENT = "dispatched_event"
     ROUTED_FACT = "routed_fact"
     RESCAN_HIT = "rescan_hit"
     WOKEN_RUN = "woken_run"
@@ -81,7 +82,8 @@ MEANINGS: Final[Mapping[Counter, str]] = MappingProxyType(
         Counter.PUBLISHED: "a message was confirmed by the broker",
         Counter.PUBLISH_REFUSED: "one message was refused by the broker, or cannot be sent",
         Counter.PUBLISH_OUTAGE: "the broker took no messages",
-        Counter.DEAD_EVENT: "an outbox row used up its tries",
+        Counter.DEAD_EVENT: "an outbox row was given up, with its reason",
+        Counter.DISPATCHED_EVENT: "the run of a user's event was committed together with its dispatch",
         Counter.ROUTED_FACT: "a fact was matched to the waits of its address",
         Counter.RESCAN_HIT: "a wait and its fact were found unmatched by the re-scan; each is a defect",
         Counter.WOKEN_RUN: "a parked run became ready",

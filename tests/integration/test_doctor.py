@@ -162,7 +162,7 @@ def test_dead_messages_fail_with_their_reason_and_how_to_put_them_back(cli: Cli,
     found = findings(cli, "fail")["outbox"]
 
     assert "unroutable" in found["what"]
-    assert "UPDATE outbox_event" in found["fix"]
+    assert "outbox replay --type run" in found["fix"]
 
 
 @pytest.mark.private_postgres_only

@@ -329,19 +329,19 @@ def test_a_result_row_whose_run_was_removed_is_dropped(
     assert (counts.dropped, dispatcher.reports) == (1, [])
 
 
-def test_an_event_of_a_user_goes_to_the_dispatcher_as_it_is(
+def test_a_message_of_an_ordinary_task_goes_to_the_dispatcher_as_it_is(
     conn: Connection, relay: Relay, dispatcher: RecordingDispatcher
 ) -> None:
     kit.table(
         conn,
-        "INSERT INTO {}.outbox_event (id, type, payload, next_attempt_at) VALUES (%s, 'shop.paid', %s, {}.now())",
+        "INSERT INTO {}.outbox_event (id, type, payload, next_attempt_at) VALUES (%s, 'celery', %s, {}.now())",
         uuid4(),
         b"{}",
     )
 
     relay.run_once()
 
-    assert [(row.type, row.payload) for row in dispatcher.others] == [("shop.paid", b"{}")]
+    assert [(row.type, row.payload) for row in dispatcher.others] == [("celery", b"{}")]
 
 
 @pytest.mark.parametrize("statement", ["relay.claim.r", "relay.delete.r"])

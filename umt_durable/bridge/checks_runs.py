@@ -78,8 +78,8 @@ def outbox(pending: int, dead: Sequence[DeadEvents], oldest_seconds: float, sett
             "outbox",
             f"{counted(rows.rows, f'message of type {rows.type} was', f'messages of type {rows.type} were')} given up:"
             f" {rows.reason or 'no reason was kept'}",
-            "remove the cause, then put them back: UPDATE outbox_event SET status = 'pending', attempts = 0,"
-            " next_attempt_at = now() WHERE status = 'dead' in our schema",
+            f"remove the cause, then put them back: `umt-durable outbox replay --type {rows.type}`"
+            " (`umt-durable outbox list` shows each)",
         )
 
 

@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "show": "cli_runs",
     "signal": "cli_runs",
     "cancel": "cli_runs",
+    "outbox": "cli_outbox",
     "serve": "serve",
     "dev": "cli_dev",
     "down": "cli_dev",

@@ -38,7 +38,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
 
     Blocked are the ready runs that no live worker can take.
     """
-    durable = _checked(ctx)
+    durable = checked(ctx)
     database = durable.database
     counts = durable.client.counts()
     pending, dead, oldest = database.do(outbox.status)
@@ -84,7 +84,7 @@ def runs(
     Cells: number, id, task@version, state, reference, failures, crashes, queue, created at, due at. The number of the
     last run is what --before takes to go on.
     """
-    durable = _checked(ctx, tasks=True)
+    durable = checked(ctx, tasks=True)
     found = durable.client.list(task=task, states=states or None, ref=ref, before=before, limit=limit)
     if not found and task is not None and not durable.has_task(task) and not durable.client.list(task=task, limit=1):
         raise UnknownTaskError(task, durable.tasks.declared())
@@ -103,7 +103,7 @@ def runs(
 @click.pass_context
 def show(ctx: click.Context, run_id: str, payloads: bool, as_json: bool) -> None:
     """Show what happened to a run: its attempts, steps, waits and last error."""
-    durable = _checked(ctx)
+    durable = checked(ctx)
     history = durable.client.history(run_id)
     document = _history_document(durable, history, payloads=payloads)
     emit(document, _history_sections(document), as_json=as_json)
@@ -124,7 +124,7 @@ def signal(ctx: click.Context, run_id: str, name: str, payload: str | None, dedu
             value = json.loads(payload)
         except ValueError as error:
             raise click.BadParameter(f"{error}. Text needs quotes of its own: '\"yes\"'", param_hint="JSON") from None
-    client = _checked(ctx).client
+    client = checked(ctx).client
     fact = client.signal(run_id, name, value, actor=_actor(), dedupe=dedupe)
     ended = client.get(run_id)
     if ended.state.is_terminal:
@@ -142,7 +142,7 @@ def cancel(ctx: click.Context, run_id: str, reason: str | None, as_json: bool) -
 
     A parked or waiting run ends at once, a running one at its next step; a run that has ended stays as it is.
     """
-    durable = _checked(ctx)
+    durable = checked(ctx)
     before = durable.client.get(run_id)
     if before.state.is_terminal:
         emit(_run_document(before), [], as_json=True) if as_json else say(f"{run_id} has ended before: {before.state}")
@@ -155,7 +155,7 @@ def cancel(ctx: click.Context, run_id: str, reason: str | None, as_json: bool) -
         say(f"{run_id} {run.state}" if run.state.is_terminal else f"{run_id} {run.state}, will end at its next step")
 
 
-def _checked(ctx: click.Context, *, tasks: bool = False) -> Durable:
+def checked(ctx: click.Context, *, tasks: bool = False) -> Durable:
     """Return the project's `Durable`, once its database answers with the schema of this code."""
     durable = project_of(ctx).durable(tasks=tasks)
     durable.check_schema()
@@ -219,26 +219,26 @@ def _history_document(durable: Durable, history: History, *, payloads: bool) -> 
     }
     if payloads:
         stored = durable.database.do(lambda conn: diagnosis.arguments(conn, run.no))
-        document["run"] |= {"input": _shown(*stored) if stored else None, "result": _shown(run.result, run.codec)}
+        document["run"] |= {"input": shown(*stored) if stored else None, "result": shown(run.result, run.codec)}
         document["traceback"] = None if failure is None else failure.traceback
     return document
 
 
 def _step_document(step: StepEntry, kind: int, *, payloads: bool) -> Document:
     error = None if step.error is None else failures.from_bytes(step.error).summary
-    shown = {"result": _shown(step.result, kind)} if payloads else {}
+    payload = {"result": shown(step.result, kind)} if payloads else {}
     return {name: value for name, value in _visible(step).items() if name not in ("due", "age_seconds")} | {
         "error": error,
-        **shown,
+        **payload,
     }
 
 
 def _wait_document(wait: WaitEntry, *, payloads: bool) -> Document:
-    shown = {"payload": _shown(wait.payload)} if payloads else {}
-    return {name: value for name, value in _visible(wait).items() if name != "due"} | shown
+    payload = {"payload": shown(wait.payload)} if payloads else {}
+    return {name: value for name, value in _visible(wait).items() if name != "due"} | payload
 
 
-def _shown(data: bytes | None, kind: int = codec.Codec.JSON) -> object:
+def shown(data: bytes | None, kind: int = codec.Codec.JSON) -> object:
     """Return a stored value for a person's eyes: as plain JSON, with what its names say is secret masked."""
     if data is None:
         return None

@@ -20,16 +20,9 @@ from umt_durable.bridge.outgoing import Outgoing, Report, reason
 from umt_durable.bridge.publisher import Publisher
 from umt_durable.bridge.revoke import announce_revoked
 from umt_durable.engine import failures
-from umt_durable.errors import (
-    BrokerUnavailableError,
-    DatabaseUnavailableError,
-    DecodingError,
-    EncodingError,
-    IdempotencyConflictError,
-    InputError,
-    UnknownTaskError,
-)
+from umt_durable.errors import BrokerUnavailableError, DatabaseUnavailableError, DecodingError, UnknownTaskError
 from umt_durable.records import FinishedRun, OutboxEntry
+from umt_durable.services.events import HOPELESS
 from umt_durable.states import OutboxType, RunState
 
 if TYPE_CHECKING:
@@ -46,9 +39,6 @@ def _redis_errors() -> tuple[type[Exception], ...]:
 
 # What result backends raise when they cannot be reached: no row's fault, so none of its attempts is used up.
 _AWAY = (OSError, OperationalError, BackendError, *_redis_errors())
-
-HOPELESS = (InputError, EncodingError, DecodingError, IdempotencyConflictError, UnknownTaskError)
-"""What no repetition can change: the row is dead at once, with the reason."""
 
 
 @dataclass(slots=True)
@@ -122,11 +112,12 @@ class CeleryDispatcher:
     def _messages(self, tally: _Tally, entry: OutboxEntry) -> Sequence[Outgoing]:
         """Make the messages of a row that is no hint; the row is settled when all of them are."""
         try:
-            if entry.type != OutboxType.CELERY:
-                raise UnknownTaskError(entry.type)
-            found = sending.messages(
-                self._durable.app, entry.id, bytes(entry.payload or b""), age_seconds=entry.age_seconds
-            )
+            if entry.type == OutboxType.CELERY:
+                found = sending.messages(
+                    self._durable.app, entry.id, bytes(entry.payload or b""), age_seconds=entry.age_seconds
+                )
+            else:
+                found = self._durable.outbox.routes.messages(entry)
         except (*_AWAY, DatabaseUnavailableError) as error:
             logger.warning("outbox row %s waits: %s", entry.id, reason(error))
             return []

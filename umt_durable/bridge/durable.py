@@ -24,6 +24,7 @@ from umt_durable.bridge.leaving import Watch, is_leaving
 from umt_durable.bridge.logs import redact_worker_logs
 from umt_durable.bridge.main_process import MainLease, handle_incident, reserved_hints
 from umt_durable.bridge.message import TaskMessage
+from umt_durable.bridge.outbox import Outbox
 from umt_durable.bridge.publisher import Publisher
 from umt_durable.bridge.reporter import CeleryReporter
 from umt_durable.bridge.runtime import NODE_VARIABLE
@@ -38,6 +39,7 @@ from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import ConfigurationError, DatabaseUnavailableError
 from umt_durable.records import Run
 from umt_durable.redaction import redact_url
+from umt_durable.services import events
 from umt_durable.services.intake import take_in
 from umt_durable.services.lease import Lease
 from umt_durable.services.maintenance import Maintenance
@@ -165,6 +167,11 @@ class Durable(AsyncVerbs):
         """The verbs on runs; `signal`, `emit`, `cancel`, `get`, `list` and `history` are its methods."""
         return Client(self.database, self.settings)
 
+    @cached_property
+    def outbox(self) -> Outbox:
+        """Events and ordinary tasks that leave if and only if the caller's transaction commits."""
+        return Outbox(self)
+
     def signal(
         self,
         run_id: str,
@@ -275,7 +282,10 @@ class Durable(AsyncVerbs):
                 broker_name=self.broker_name,
                 default_queue=self.queue_of,
             )
-        relays = Relay(self.database, self.settings, CeleryDispatcher(self, publisher())) if relay else None
+        relays = None
+        if relay:
+            dispatcher = CeleryDispatcher(self, publisher())
+            relays = Relay(self.database, self.settings, dispatcher, self.outbox.routes)
         return Pulse(self.database, self.settings, relays, duties)
 
     @property
@@ -354,11 +364,14 @@ class Durable(AsyncVerbs):
     def declare_versions(self) -> Lease:
         """Make a lease for this process that declares what it can execute, and return it."""
         self.app.finalize(auto=True)  # tasks are declared once Celery has evaluated them
-        lease = Lease(
-            self.database, self.settings, node=self.node, versions=self.tasks.declared(), reserved=reserved_hints
-        )
+        versions = [*self.tasks.declared(), *(self.declared_routes() if self.settings.worker_services else ())]
+        lease = Lease(self.database, self.settings, node=self.node, versions=versions, reserved=reserved_hints)
         self._leases = {os.getpid(): lease}
         return lease
+
+    def declared_routes(self) -> Sequence[str]:
+        """Return what a process with a relay declares of its routes, so that others leave those events to it."""
+        return events.declared(self.outbox.routes.types)
 
     def _own_leases(self) -> Sequence[Lease]:
         return [lease for pid, lease in self._leases.items() if pid == os.getpid()]

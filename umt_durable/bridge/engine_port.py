@@ -25,6 +25,7 @@ from umt_durable.engine.registry import TaskDefinition, TaskRegistry
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import DefinitionError, UnknownTaskError
 from umt_durable.records import Run
+from umt_durable.services.lease import Lease
 from umt_durable.services.pulse import Pulse
 
 __all__ = ["OutboxRelay", "TaskEngine", "TaskRegistry", "create_default_registry", "define_task"]
@@ -175,15 +176,25 @@ class OutboxRelay:
     """The relay of a `Durable`, as a thread of this process."""
 
     def __init__(self, durable: Durable) -> None:
+        self._durable = durable
         self._pulse: Pulse = durable.services(relay=True, maintenance=False)
+        self._lease: Lease | None = None
 
     def start(self) -> None:
-        """Start to publish what the outbox holds."""
+        """Start to publish what the outbox holds. Other processes see this relay, and the routes it has."""
+        if self._lease is None:
+            declared = ["@relay", *self._durable.declared_routes()]
+            durable = self._durable
+            self._lease = Lease(durable.database, durable.settings, node=durable.node, versions=declared)
+            self._lease.start()
         self._pulse.start()
 
     def stop(self) -> None:
         """End after the batch under way."""
         self._pulse.stop()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.stop()
 
 
 def _register(durable: Durable, definition: TaskDefinition) -> None:

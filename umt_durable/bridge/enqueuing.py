@@ -123,7 +123,7 @@ def send_task(durable: Durable, original: Callable[..., Any], name: str, *args: 
     try:
         _take_times(mine, durable.app, options)
         mine.ignore_result = options.get("ignore_result")
-        _prepare_reply(durable.app, options)
+        prepare_reply(durable.app, options)
         options["producer"] = _NoProducer()
         result = original(name, *args, **{**options, "ignore_result": True})
     finally:
@@ -230,7 +230,7 @@ def _take_times(mine: Enqueuing, app: Any, options: dict[str, Any]) -> None:
         mine.expires_in = float(options.pop("expires"))
 
 
-def _prepare_reply(app: Any, options: Mapping[str, Any]) -> None:
+def prepare_reply(app: Any, options: Mapping[str, Any]) -> None:
     """Declare the reply queue of an RPC backend before the run can end; other backends need nothing before `get`."""
     if isinstance(app.backend, RPCBackend) and not options.get("ignore_result"):
         try:

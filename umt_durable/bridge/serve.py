@@ -72,6 +72,8 @@ def serve_until(durable: Durable, role: str, ending: SimpleQueue[int]) -> None:
 def _seen(durable: Durable, role: str) -> Iterator[None]:
     """Keep a lease that declares the role and no task: by it others see this process, and its counters."""
     declared = [f"@{service}" for service in SERVICES if role in (service, "all")]
+    if "@relay" in declared:
+        declared += durable.declared_routes()
     lease = Lease(durable.database, durable.settings, node=durable.node, versions=declared)
     lease.start()
     try:

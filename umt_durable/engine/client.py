@@ -42,17 +42,40 @@ class History:
     waits: list[WaitEntry]
 
 
-class Client:
-    """The verbs on runs, for one schema.
-
-    Shape: `conn` is a SQLAlchemy Session or Connection or a psycopg Connection with a transaction open; the request
-    then exists if and only if the caller commits (I2). Without it each call is a short transaction of its own.
-    """
+class Access:
+    """How a caller's requests reach one schema: in the caller's transaction, or in a short one of its own."""
 
     def __init__(self, database: Database, settings: Settings) -> None:
         self._database = database
         self._settings = settings
         self._notified = 0.0
+
+    def _do(self, work: Callable[[Connection], T]) -> T:
+        return self._database.do(work, seconds=CALL_SECONDS)
+
+    def _call(self, who: Caller, name: str, parameters: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Run one of our statements in a caller's transaction."""
+        row = who.one(statements(self._database.schema)[name].text.decode(), parameters)
+        if self._settings.notify == "after_commit":
+            who.after_commit(self._notify)
+        elif self._settings.notify == "transaction":
+            who.one("SELECT pg_notify(%(channel)s, '')", {"channel": self._settings.channel})
+        return row
+
+    def _notify(self) -> None:
+        """Wake the relay, at most once per 5 ms: it looks again a little later by itself."""
+        now = time.monotonic()
+        if now - self._notified >= NOTIFY_EVERY_SECONDS:
+            self._notified = now
+            self._database.notify()
+
+
+class Client(Access):
+    """The verbs on runs, for one schema.
+
+    Shape: `conn` is a SQLAlchemy Session or Connection or a psycopg Connection with a transaction open; the request
+    then exists if and only if the caller commits (I2). Without it each call is a short transaction of its own.
+    """
 
     def enqueue(self, new: NewRun, *, conn: object = None) -> Enqueued:
         """Insert a run and its hint.
@@ -197,9 +220,6 @@ class Client:
         """Return what is kept of a run's last error."""
         return None if run.error is None else failures.from_bytes(run.error)
 
-    def _do(self, work: Callable[[Connection], T]) -> T:
-        return self._database.do(work, seconds=CALL_SECONDS)
-
     def _say(
         self, run_id: str, name: str, payload: bytes, *, conn: object, actor: str | None, dedupe: str | None
     ) -> UUID:
@@ -226,26 +246,10 @@ class Client:
             self._route(fact)
         return fact
 
-    def _call(self, who: Caller, name: str, parameters: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Run one of our statements in a caller's transaction."""
-        row = who.one(statements(self._database.schema)[name].text.decode(), parameters)
-        if self._settings.notify == "after_commit":
-            who.after_commit(self._notify)
-        elif self._settings.notify == "transaction":
-            who.one("SELECT pg_notify(%(channel)s, '')", {"channel": self._settings.channel})
-        return row
-
     def _route(self, fact: UUID) -> None:
         """Apply a fact of our own transaction at once; where someone else does it, or nothing can, a router will."""
         router.route(self._database, self._settings, fact)
         self._notify()
-
-    def _notify(self) -> None:
-        """Wake the relay, at most once per 5 ms: it looks again a little later by itself."""
-        now = time.monotonic()
-        if now - self._notified >= NOTIFY_EVERY_SECONDS:
-            self._notified = now
-            self._database.notify()
 
 
 def new_run_id() -> str:

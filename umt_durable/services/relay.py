@@ -1,4 +1,5 @@
-"""The relay: takes due rows of the outbox to the broker and the result backend, and deletes those that arrived.
+"""The relay: takes due rows of the outbox to the broker and the result backend, and deletes those that arrived; users'
+events start their runs and are kept as dispatched.
 
 Any number of relays run side by side. A claim is committed before anything is published, and a row is deleted only
 after the broker has confirmed it: a crash in between publishes twice, never zero times (I1).
@@ -19,6 +20,7 @@ from umt_durable.database import Connection, Database
 from umt_durable.errors import BrokerUnavailableError
 from umt_durable.records import FinishedRun, OutboxEntry, event_id
 from umt_durable.redaction import redact_text
+from umt_durable.services.events import Events, EventStarter
 from umt_durable.services.outage import Outage
 from umt_durable.services.rows import each
 from umt_durable.services.transactions import RETRY_SECONDS
@@ -32,6 +34,8 @@ BATCH: Final = 100
 HOLD_SECONDS: Final = 15.0
 """How long a claimed row is left to the relay that claimed it."""
 RETURN_SECONDS: Final = 0.2
+ELSEWHERE_SECONDS: Final = 1.0
+"""How long an event that only another process can route is left to it."""
 REFUSAL_SECONDS, LONGEST_REFUSAL_SECONDS = 0.5, 300.0
 SHORTEST_REST_SECONDS, LONGEST_REST_SECONDS = 0.2, 5.0
 
@@ -61,7 +65,7 @@ class Dispatcher(Protocol):
         reports: Sequence[tuple[OutboxEntry, FinishedRun]],
         others: Sequence[OutboxEntry],
     ) -> Report:
-        """Publish hints, results and callbacks of finished runs, and users' events; each list's first one first.
+        """Publish hints, results and callbacks of finished runs, and ordinary tasks; each list's first one first.
 
         Errors: BrokerUnavailableError when the broker, not a row, is the trouble; `confirmed` names what had arrived.
         """
@@ -71,7 +75,8 @@ class Dispatcher(Protocol):
 class RelayCounts:
     """What one look at the outbox did, in rows.
 
-    Shape: `dropped` were hints of an earlier ready period, `shelved` those of a version that no live worker declares.
+    Shape: `dropped` were hints of an earlier ready period, `shelved` those of a version that no live worker declares,
+    `started` users' events whose run was committed.
     """
 
     claimed: int = 0
@@ -80,6 +85,7 @@ class RelayCounts:
     returned: int = 0
     dropped: int = 0
     shelved: int = 0
+    started: int = 0
 
 
 @dataclass(slots=True)
@@ -87,6 +93,7 @@ class _Batch:
     hints: list[OutboxEntry] = field(default_factory=list)
     reports: list[tuple[OutboxEntry, FinishedRun]] = field(default_factory=list)
     others: list[OutboxEntry] = field(default_factory=list)
+    events: list[OutboxEntry] = field(default_factory=list)
     stale: list[OutboxEntry] = field(default_factory=list)
     unwanted: list[OutboxEntry] = field(default_factory=list)
 
@@ -121,10 +128,13 @@ class Relay:
     Keeps: no lock is held over I/O; one bad row never stops a batch; an outage of the broker uses up no attempts.
     """
 
-    def __init__(self, database: Database, settings: Settings, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, database: Database, settings: Settings, dispatcher: Dispatcher, events: Events | None = None
+    ) -> None:
         self._database = database
         self._settings = settings
         self._dispatcher = dispatcher
+        self._starter = EventStarter(database, settings, events)
         self._outage = Outage("the broker", logger)
         self._rest = 0.0
         self._resume_at = 0.0
@@ -142,22 +152,38 @@ class Relay:
         """
         if self.rest_seconds() > 0:
             return RelayCounts()
+        self._starter.revive()
         relay = uuid4()  # one for each batch, so that a late deletion never hits a row that was claimed again
         entries = self._claim(relay)
         if not entries:
             return RelayCounts()
         batch = self._sort(entries)
         shelved = self._shelve(batch.unwanted, relay)
+        handled = self._starter.handle(batch.events, relay)
+        batch.others += handled.messages
         sent = self._send(batch)
         dropped = {entry.id for entry in batch.stale}
-        self._delete([*sent.confirmed, *dropped], relay)
+        kept = sent.confirmed & {entry.id for entry in handled.messages}
+        self._clear([*(sent.confirmed - kept), *dropped], list(kept), relay)
+        sent.refused |= handled.refused
+        sent.hopeless |= handled.hopeless
         refused = sent.refused | sent.hopeless
         each(
             "relay", [entry for entry in entries if entry.id in refused], lambda entry: self._refuse(entry, sent, relay)
         )
-        rest = {entry.id for entry in entries} - sent.confirmed - refused.keys() - dropped - shelved
-        self._give_back(rest, relay)
-        return RelayCounts(len(entries), len(sent.confirmed), len(refused), len(rest), len(dropped), len(shelved))
+        left = handled.started | sent.confirmed | refused.keys() | dropped | shelved
+        rest = {entry.id for entry in entries} - left - handled.elsewhere
+        self._give_back(rest, relay, max(RETURN_SECONDS, self.rest_seconds()))
+        self._give_back(handled.elsewhere, relay, ELSEWHERE_SECONDS * random.uniform(0.5, 1.0))
+        return RelayCounts(
+            claimed=len(entries),
+            published=len(sent.confirmed),
+            refused=len(refused),
+            returned=len(rest) + len(handled.elsewhere),
+            dropped=len(dropped),
+            shelved=len(shelved),
+            started=len(handled.started),
+        )
 
     def _claim(self, relay: UUID) -> list[OutboxEntry]:
         def claim(conn: Connection) -> list[OutboxEntry]:
@@ -188,8 +214,10 @@ class Relay:
                         batch.stale.append(entry)
                     else:
                         batch.reports.append((entry, run))
-                case _:
+                case OutboxType.CELERY:
                     batch.others.append(entry)
+                case _:
+                    batch.events.append(entry)
         return batch
 
     def _finished(self, numbers: Collection[int]) -> dict[int, FinishedRun]:
@@ -261,12 +289,17 @@ class Relay:
         self._rest = min(LONGEST_REST_SECONDS, max(SHORTEST_REST_SECONDS, self._rest * 2))
         self._resume_at = boottime() + self._rest * random.uniform(0.8, 1.0)
 
-    def _delete(self, ids: Sequence[UUID], relay: UUID) -> None:
+    def _clear(self, ids: Sequence[UUID], kept: Sequence[UUID], relay: UUID) -> None:
+        """Delete rows that have left; keep those of users' events as dispatched."""
+
         def delete(conn: Connection) -> None:
-            outbox.delete(conn, ids, relay=relay)
+            if ids:
+                outbox.delete(conn, ids, relay=relay)
+            if kept:
+                outbox.dispatched(conn, kept, relay=relay)
             failpoints.point("relay.delete.r")
 
-        if ids:
+        if ids or kept:
             failpoints.point("relay.delete.b")
             self._database.do(delete, seconds=HOLD_SECONDS)  # what stays is published again
             failpoints.point("relay.delete.a")
@@ -292,9 +325,8 @@ class Relay:
             telemetry.count(telemetry.Counter.DEAD_EVENT, **told)
             logger.error("an outbox row is dead, tries: %d: %s", entry.attempts, reason, extra=told)
 
-    def _give_back(self, ids: Collection[UUID], relay: UUID) -> None:
+    def _give_back(self, ids: Collection[UUID], relay: UUID, delay: float) -> None:
         if ids:
-            delay = max(RETURN_SECONDS, self.rest_seconds())
             self._database.do(
                 lambda conn: outbox.give_back(conn, list(ids), relay=relay, delay_seconds=delay), seconds=RETRY_SECONDS
             )

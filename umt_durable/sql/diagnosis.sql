@@ -23,7 +23,7 @@ SELECT task, reason, count(*), min(id) FROM {schema}.run WHERE state = 'quaranti
 
 -- name: dead_events :many
 -- Count the outbox rows that were given up, by type and reason.
--- Locks: none. Index: none (a scan; for people).
+-- Locks: none. Index: outbox_event_dead.
 SELECT type, coalesce(reason, ''), count(*) FROM {schema}.outbox_event WHERE status = 'dead' GROUP BY type, reason ORDER BY count(*) DESC
 
 -- name: longest_parked :one

@@ -79,8 +79,50 @@ UPDATE {schema}.outbox_event AS o
 UPDATE {schema}.outbox_event
    SET claim = NULL, reason = %(reason)s, next_attempt_at = {schema}.now() + %(delay)s::interval,
        status = CASE WHEN attempts >= %(max_attempts)s THEN 'dead' ELSE 'pending' END
- WHERE id = %(id)s AND claim = %(relay)s
+ WHERE id = %(id)s AND claim = %(relay)s AND status = 'pending'
 RETURNING status
+
+-- name: dispatch_events :count
+-- Keep users' events as dispatched, with the run they started, if no one has taken them since. The claim stays, so that a
+-- repetition finds them again.
+-- Locks: outbox_event (ascending). Index: outbox_event_pkey, run_id_nesting.
+WITH c AS MATERIALIZED (
+    SELECT id FROM {schema}.outbox_event
+     WHERE id = ANY(%(ids)s) AND claim = %(relay)s AND status <> 'dead' ORDER BY id FOR UPDATE)
+UPDATE {schema}.outbox_event AS o
+   SET status = 'dispatched', reason = NULL, published_at = coalesce(o.published_at, {schema}.now()),
+       run = coalesce((SELECT max(no) FROM {schema}.run WHERE run.id = %(run)s), o.run)
+  FROM c WHERE o.id = c.id
+
+-- name: replay_events :count
+-- Put up to `limit` dead rows back, as if they had never been tried: one, those of some types, or those whose reason
+-- begins with a text.
+-- Locks: outbox_event (ascending). Index: outbox_event_dead, outbox_event_pkey.
+WITH c AS MATERIALIZED (
+    SELECT id FROM {schema}.outbox_event
+     WHERE status = 'dead' AND (%(id)s::uuid IS NULL OR id = %(id)s) AND (%(types)s::text[] IS NULL OR type = ANY(%(types)s))
+       AND (%(prefix)s::text IS NULL OR starts_with(reason, %(prefix)s))
+     ORDER BY id LIMIT %(limit)s FOR UPDATE)
+UPDATE {schema}.outbox_event AS o
+   SET status = 'pending', attempts = 0, claim = NULL, aged_at = NULL, next_attempt_at = {schema}.now()
+  FROM c WHERE o.id = c.id
+
+-- name: get_event :maybe
+-- Read one row, with the id of its run.
+-- Locks: none. Index: outbox_event_pkey, run_pkey.
+SELECT o.id, o.type, o.status, o.payload, r.id, o.attempts, o.reason, o.idempotency_key, o.created_at, o.next_attempt_at,
+       o.published_at
+  FROM {schema}.outbox_event AS o LEFT JOIN {schema}.run AS r ON r.no = o.run WHERE o.id = %(id)s
+
+-- name: dead_rows :many
+-- Read a page of dead rows, the newest first.
+-- Locks: none. Index: outbox_event_dead, run_pkey.
+SELECT o.id, o.type, o.status, o.payload, r.id, o.attempts, o.reason, o.idempotency_key, o.created_at, o.next_attempt_at,
+       o.published_at
+  FROM {schema}.outbox_event AS o LEFT JOIN {schema}.run AS r ON r.no = o.run
+ WHERE o.status = 'dead' AND (%(type)s::text IS NULL OR o.type = %(type)s)
+   AND (%(at)s::timestamptz IS NULL OR (o.created_at, o.id) < (%(at)s, %(before)s::uuid))
+ ORDER BY o.created_at DESC, o.id DESC LIMIT %(limit)s
 
 -- name: report_again :maybe
 -- Put the result of a terminal run back into the outbox, also when its row is being deleted at this moment: the claim is
@@ -101,6 +143,11 @@ SELECT {schema}.event_id(no, fence, 'callback', 0), 'callback', no, %(payload)s:
        {schema}.now() + %(hold)s::interval
   FROM {schema}.run WHERE no = %(run)s AND finished_at IS NOT NULL
 ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING
+
+-- name: emit_event :one
+-- Keep a user's event; say whether it was made, was there, or was there with another payload.
+-- Locks: outbox_event. Index: outbox_event_pkey.
+SELECT event, outcome FROM {schema}.emit_event(%(type)s, %(payload)s, %(key)s, %(event)s)
 
 -- name: keep_message :one
 -- Keep a message of ordinary Celery tasks, to be published when it is due; false where its id is there already.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from typing import Any
 from uuid import UUID
 
 from umt_durable import sql, texts
 from umt_durable.database import Connection
-from umt_durable.records import OutboxEntry
+from umt_durable.records import OutboxEntry, OutboxEvent
 from umt_durable.states import OutboxStatus, RunState
 from umt_durable.store.guard import Guard
 
@@ -42,6 +43,46 @@ def keep_callback(guard: Guard, *, payload: bytes, hold_seconds: float) -> None:
     """Store the one callback of a run that this guard's transaction has just ended; its finisher publishes it."""
     hold = timedelta(seconds=hold_seconds)
     sql.count(guard.conn, "keep_callback", run=guard.token.run, claim=guard.token.claim, payload=payload, hold=hold)
+
+
+def emit(conn: Connection, parameters: dict[str, Any]) -> tuple[UUID, str]:
+    """Keep a user's event; give the event's id and `created`, `existing` (the key was there) or `conflict`.
+
+    Shape: `parameters` are type, payload, key, event (its id, made by the caller).
+    """
+    event, outcome = sql.one(conn, "emit_event", **parameters)
+    return event, outcome
+
+
+def dispatched(conn: Connection, ids: Sequence[UUID], *, relay: UUID, run: str | None = None) -> int:
+    """Keep users' events as dispatched, with the id of the run they started, but for those someone has taken since."""
+    return sql.count(conn, "dispatch_events", ids=list(ids), relay=relay, run=run)
+
+
+def replay(
+    conn: Connection,
+    *,
+    id: UUID | None = None,
+    types: Sequence[str] | None = None,
+    reason_begins: str | None = None,
+    limit: int,
+) -> int:
+    """Put dead rows back, as if they had never been tried; return how many. Conditions that are None let all pass."""
+    listed = None if types is None else list(types)
+    return sql.count(conn, "replay_events", id=id, types=listed, prefix=reason_begins, limit=limit)
+
+
+def get(conn: Connection, id: UUID) -> OutboxEvent | None:
+    """Read one row."""
+    row = sql.maybe(conn, "get_event", id=id)
+    return None if row is None else OutboxEvent(*sql.typed(row, 2, OutboxStatus))
+
+
+def dead(conn: Connection, *, type: str | None, before: OutboxEvent | None, limit: int) -> list[OutboxEvent]:
+    """Read a page of dead rows, the newest first, after the row `before`."""
+    at, last = (None, None) if before is None else (before.created_at, before.id)
+    rows = sql.many(conn, "dead_rows", type=type, at=at, before=last, limit=limit)
+    return [OutboxEvent(*sql.typed(row, 2, OutboxStatus)) for row in rows]
 
 
 def keep_message(
