@@ -14,7 +14,7 @@ from tests.integration import service_kit as kit
 from tests.integration.publisher_kit import drain
 from tests.integration.service_kit import empty_schema  # noqa: F401  a fixture
 from tests.support.clock import Clock
-from umt_durable import Durable
+from umt_durable import Durable, codec
 from umt_durable.bridge import sending
 from umt_durable.bridge.dispatch import CeleryDispatcher
 from umt_durable.bridge.publisher import Publisher
@@ -110,6 +110,11 @@ def test_a_countdown_waits_in_the_outbox_and_not_in_the_broker(
 def test_what_json_cannot_hold_is_refused_by_its_path(app: Celery) -> None:
     with pytest.raises(EncodingError, match=r"\$\.args\[0\]\.lines\[1\]"):
         sending.pack(app, app.tasks["print_label"].s({"lines": [1, {2, 3}]}), uuid4())
+
+
+def test_i26_what_is_too_large_is_refused_at_the_call(app: Celery) -> None:
+    with pytest.raises(EncodingError, match="bytes, more than"):
+        sending.pack(app, app.tasks["print_label"].s("x" * (codec.MAX_BYTES + 1)), uuid4())
 
 
 def test_i26_a_row_that_is_no_signature_is_dead_at_once_and_stops_no_other(

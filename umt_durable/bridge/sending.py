@@ -22,10 +22,12 @@ from kombu import compression as kombu_compression
 from kombu import serialization
 from vine import barrier
 
+from umt_durable import codec
 from umt_durable.bridge import signatures
 from umt_durable.bridge.destination import counts_priority_down, name_of, our_priority
 from umt_durable.bridge.outgoing import Outgoing
 from umt_durable.engine.context import NAMESPACE
+from umt_durable.errors import EncodingError
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -56,7 +58,7 @@ def pack(app: Celery, signature: Signature, id: UUID, *, task_id: str | None = N
     """Give a signature as the outbox row `id` keeps it, each part with an id that stays.
 
     Shape: `task_id` is that of the task itself, or of the last one of a chain, the body of a chord, the group.
-    Errors: EncodingError, naming the path, for what JSON cannot hold.
+    Errors: EncodingError, naming the path, for what JSON cannot hold, or is too large.
     """
     where = f"the signature of {signature.task}"
     copy: dict[str, Any] = signatures.copied(signature, where)
@@ -80,7 +82,10 @@ def pack(app: Celery, signature: Signature, id: UUID, *, task_id: str | None = N
         part["options"].setdefault("reply_to", app.thread_oid)  # the relay's own would be made up for it otherwise
         if root is not None:
             part["options"].setdefault("root_id", root)
-    return Kept(signatures.stored(copy, where), signatures.of(app, copy), due, delay)
+    payload = signatures.stored(copy, where)
+    if len(payload) > codec.MAX_BYTES:
+        raise EncodingError(where, "$", f"it takes {len(payload)} bytes, more than the {codec.MAX_BYTES} allowed")
+    return Kept(payload, signatures.of(app, copy), due, delay)
 
 
 def messages(app: Celery, id: UUID, payload: bytes, *, age_seconds: float) -> list[Outgoing]:
