@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from celery import states as celery_states
 from celery.app.task import Context
+from celery.canvas import group
 from celery.exceptions import TaskRevokedError
 from kombu.utils import json as kombu_json
 
@@ -53,8 +54,9 @@ def dispatch(
         app.backend._call_task_errbacks(one, error, "".join(traceback.format_exception(error)))
         return
     if ordinal < len(envelope.callbacks):
-        link = _derived(envelope.callbacks[ordinal], request, "link", ordinal)
-        signatures.of(app, link).apply_async((value,), **_family(app, request))
+        link = signatures.of(app, _derived(envelope.callbacks[ordinal], request, "link", ordinal))
+        together = {} if isinstance(link, group) else _group_of_links(request, envelope)
+        link.apply_async((value,), **_family(app, request), **together)
         return
     following = _derived(envelope.chain[-1], request, "chain", ordinal)
     signatures.of(app, following).apply_async((value,), chain=list(envelope.chain[:-1]), **_family(app, request))
@@ -84,6 +86,13 @@ def _family(app: Celery, request: Context) -> dict[str, Any]:
     if app.conf.task_inherit_parent_priority:
         family["priority"] = (request.delivery_info or {}).get("priority")
     return family
+
+
+def _group_of_links(request: Context, envelope: Envelope) -> dict[str, Any]:
+    """Return the group that Celery puts several links into: they say so in their requests, and nobody waits for it."""
+    if len(envelope.callbacks) < 2:
+        return {}
+    return {"group_id": str(signatures.derive(["links", request.id, request.replaced_task_nesting or 0]))}
 
 
 def _derived(signature: Mapping[str, Any], request: Context, kind: str, ordinal: int) -> dict[str, Any]:
