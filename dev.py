@@ -26,6 +26,8 @@ EXTRAS = ("embedded", "flower", "otel", "sentry")
 TESTED = (*EXTRAS, "test")
 SOURCES = ("umt_durable", "tests", "dev.py", "tools", "migrations", "examples", "celeryconfig.py")
 
+MATRIX = ("tests/celery/test_canvas_matrix.py", "tests/celery/test_beat_runs.py", "tests/smoke/nodes")
+
 Programs = List[List[str]]
 
 
@@ -71,6 +73,10 @@ def test(env: Environment, arguments: List[str]) -> Programs:
     return [[env.program("python"), "-m", "pytest", *spread, *cache, *arguments]]
 
 
+def matrix(env: Environment, arguments: List[str]) -> Programs:
+    return test(env, ["-m", "long", *(arguments or MATRIX)])
+
+
 def lint(env: Environment, arguments: List[str]) -> Programs:
     cache = [] if env.writable else ["--no-cache"]
     return [
@@ -109,6 +115,11 @@ def down(env: Environment, arguments: List[str]) -> Programs:
 COMMANDS: Dict[str, Command] = {
     "demo": Command("orders from a CSV file, through kills and a wiped broker", ("embedded",), demo),
     "test": Command("the test suite; arguments go to pytest", TESTED, test),
+    "matrix": Command(
+        "the long suites: all canvas shapes on each broker and pool, beat and pytest-celery's nodes on both brokers",
+        TESTED,
+        matrix,
+    ),
     "lint": Command("ruff, import contracts and the grep gates", ("lint",), lint),
     "types": Command("mypy --strict", (*TESTED, "lint"), types),
     "shell": Command("your shell with the environment on PATH", ("embedded",), shell),

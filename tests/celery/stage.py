@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from celery import Celery
 from celery.result import AsyncResult
-from kombu import pools
 
 from tests.celery import recording
+from tests.support.closing import close_app
 from tests.support.gates import VARIABLE as GATES
 from tests.support.gates import Gates
 from tests.support.wait import until
@@ -22,7 +22,6 @@ from tests.support.workers import Worker
 Record = dict[str, Any]
 HINT = {"umt_durable": {"v": 1, "gen": 1}}
 EMPTY = b'[[], {}, {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
-_reset_pools: Callable[[], None] = pools.reset
 
 
 class Broker(Protocol):
@@ -68,16 +67,7 @@ class Stage:
             worker.close(grace=0.0)
         if error is not None and self.file.exists():
             error.add_note(f"--- records ---\n{self.file.read_text()}")
-        self._close_app()
-
-    def _close_app(self) -> None:
-        backend = self.app.backend
-        backend.result_consumer.stop()
-        backend.result_consumer._pubsub = None  # a result that is collected later would open it again
-        backend.client.connection_pool.disconnect()
-        self.app.pool.force_close_all()
-        _reset_pools()
-        self.app.close()
+        close_app(self.app)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
