@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import psycopg
 from psycopg.pq import TransactionStatus
 
+from umt_durable import forked
 from umt_durable.database import is_refusal
 from umt_durable.errors import AutocommitError, DefinitionError
 from umt_durable.settings import libpq_url
@@ -27,6 +28,10 @@ A SQLAlchemy Engine or sessionmaker, a database URL, or a callable that opens a 
 """
 
 _ENDED = "the function of a transaction step must not commit or roll back: its result is recorded in that transaction"
+_INHERITED = (
+    "the binding gave a connection that was opened before this process was forked, and that its parent may use: open"
+    " the psycopg pool in a handler of `worker_process_init`, or bind a SQLAlchemy Engine or a URL"
+)
 _NAMED = re.compile(r"%\((\w+)\)s")
 
 
@@ -227,7 +232,9 @@ def transaction(binding: Binding, schema: str) -> Iterator[UserTransaction]:
     """Open a transaction on a binding; commit it at the end, roll it back on any exception.
 
     A commit or rollback inside is refused by psycopg; with SQLAlchemy a commit is refused and a rollback noticed.
-    Errors: DefinitionError for something that is no binding, or a SQLAlchemy driver other than psycopg.
+    Keeps: nothing is sent on a connection that a forked process has from its parent; an Engine opens new ones.
+    Errors: DefinitionError for something that is no binding, a SQLAlchemy driver other than psycopg, or a psycopg
+    connection from before the fork.
     """
     if isinstance(binding, str):
         with psycopg.connect(libpq_url(binding)) as conn, conn.transaction():
@@ -239,6 +246,8 @@ def transaction(binding: Binding, schema: str) -> Iterator[UserTransaction]:
         with binding() as conn:
             if not isinstance(conn, psycopg.Connection):
                 raise DefinitionError(f"the binding opened a {type(conn).__name__}, not a psycopg Connection")
+            if forked.is_inherited(conn.fileno()):
+                raise DefinitionError(_INHERITED)
             with conn.transaction():
                 yield _of_psycopg(conn, schema)
     else:
@@ -316,9 +325,14 @@ def _commit_refused(session: Any) -> Iterator[None]:
 
 
 def _open_session(source: Any) -> Any:
+    from sqlalchemy import Engine
     from sqlalchemy.orm import Session, sessionmaker
 
-    return source() if isinstance(source, sessionmaker) else Session(source)
+    session = source() if isinstance(source, sessionmaker) else Session(source)
+    engine = session.get_bind()
+    if isinstance(engine, Engine) and forked.is_first_use(engine):
+        engine.dispose(close=False)  # its idle connections are the parent's; those lent out stay with their borrowers
+    return session
 
 
 def _is_sqlalchemy_source(value: object) -> bool:

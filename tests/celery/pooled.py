@@ -16,6 +16,8 @@ import redis
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 from psycopg_pool import ConnectionPool
+from sqlalchemy import create_engine, text
+from sqlalchemy.orm import Session
 
 from tests.support import bodylog, gates
 from tests.support.apps import log_and_pass
@@ -34,6 +36,11 @@ durable = Durable(app)
 # Opened before any fork, and used, so that their sockets are live in the parent.
 early_pool = ConnectionPool(os.environ["DURABLE_DATABASE_URL"], min_size=2, max_size=4, open=True)
 early_pool.wait(timeout=30)
+early_engine = create_engine(
+    os.environ["DURABLE_DATABASE_URL"].replace("postgresql://", "postgresql+psycopg://", 1), pool_size=2
+)
+with early_engine.connect() as first:
+    first.execute(text("SELECT 1"))
 early_redis = redis.Redis.from_url(os.environ["CELERY_RESULT_BACKEND"])
 early_redis.ping()
 durable.database.do(lambda conn: conn.execute("SELECT 1"))  # the product's own pool
@@ -68,6 +75,32 @@ def fresh(value: int) -> int:
         conn.execute("SELECT 1")
     redis.Redis.from_url(os.environ["CELERY_RESULT_BACKEND"]).ping()
     return value
+
+
+@durable.task(name="pooled.by_engine")
+def by_engine(ctx: TaskContext) -> list[int]:
+    """Use the engine of the importing process for a transaction step; say which process that was on which backend."""
+    return ctx.step.transaction("look", ask_session, on=early_engine)
+
+
+def ask_session(session: Session) -> list[int]:
+    """Hold a backend for a moment, and return this process and the backend."""
+    session.execute(text("SELECT pg_sleep(0.1)"))
+    return [os.getpid(), int(session.execute(text("SELECT pg_backend_pid()")).scalar_one())]
+
+
+@durable.task(name="pooled.by_pool")
+def by_pool(ctx: TaskContext) -> list[int]:
+    """Do the same with the psycopg pool, whose connections no forked process can use."""
+    return ctx.step.transaction("look", ask_connection, on=early_pool.connection)
+
+
+def ask_connection(conn: psycopg.Connection[Any]) -> list[int]:
+    """Hold a backend for a moment, and return this process and the backend."""
+    conn.execute("SELECT pg_sleep(0.1)")
+    row = conn.execute("SELECT pg_backend_pid()").fetchone()
+    assert row is not None
+    return [os.getpid(), int(row[0])]
 
 
 @durable.task(name="pooled.block")

@@ -13,6 +13,7 @@ from tests.support.gates import Gates
 from tests.support.queues import QUEUE
 from tests.support.wait import until
 from tests.support.workers import Pool, Worker
+from umt_durable.errors import DefinitionError
 from umt_durable.states import RunState
 
 pytestmark = pytest.mark.processes
@@ -75,6 +76,30 @@ def test_every_pool_executes_parks_and_reports_with_connections_opened_at_import
     assert body_log.counts(parked.id) == {"before": 1, "after": 1}
     assert worker.alive
     assert "Traceback" not in worker.text()
+
+
+@only_redis
+@each_pool
+def test_i16_pools_opened_at_import_share_no_connection_between_processes(
+    project: Project, work: Callable[..., Worker], kind: str
+) -> None:
+    worker = work(kind)
+
+    by_engine = [project.send("by_engine") for _ in range(12)]
+    by_pool = [project.send("by_pool") for _ in range(4)]
+
+    used = [one.get(timeout=60) for one in by_engine]
+    if kind == "fork":
+        for one in by_pool:
+            with pytest.raises(DefinitionError, match="opened before this process was forked"):
+                one.get(timeout=60)
+    else:
+        used += [one.get(timeout=60) for one in by_pool]
+    owners: dict[int, set[int]] = {}
+    for pid, backend in used:
+        owners.setdefault(backend, set()).add(pid)
+    assert all(len(pids) == 1 for pids in owners.values()), owners
+    assert worker.alive
 
 
 @only_redis
