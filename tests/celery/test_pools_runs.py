@@ -146,9 +146,12 @@ def test_recycled_children_lose_no_run_and_double_no_callback(
         project.send("steps", 3, link=signature("pooled.note", (f"note-{n}",), app=project.app)) for n in range(12)
     ]
     eaten = [project.send("eat", 150) for _ in range(3)]
+    parked = [project.send("nap", 1.0) for _ in range(4)]
 
     assert [one.get(timeout=60) for one in results] == [[1, 2, 3]] * 12
     assert len({one.get(timeout=60) for one in eaten}) == 3, "each child is over its limit after one"
+    assert [one.get(timeout=60) for one in parked] == [1] * 4
+    assert all(body_log.counts(one.id) == {"before": 1, "after": 1} for one in parked)
     until(lambda: all(body_log.count(step=f"note-{n}") for n in range(12)), what="the callbacks")
     assert len(body_log.pids()) > 4
     for result in results:
@@ -176,6 +179,41 @@ def test_a_pool_that_grows_and_shrinks_disturbs_no_run(
     for result in (*held, *after):
         assert body_log.counts(result.id) == {"step-1": 1, "step-2": 1, "step-3": 1}
         assert tasks.durable.get(result.id).crashes == 0
+
+
+@only_redis
+def test_autoscaling_down_disturbs_neither_what_is_in_flight_nor_what_is_parked(
+    project: Project,
+    work: Callable[..., Worker],
+    worker_env: dict[str, str],
+    tasks: Tasks,
+    gates: Gates,
+    body_log: BodyLog,
+) -> None:
+    worker_env["AUTOSCALE_KEEPALIVE"] = "0.2"  # how long Celery's autoscaler leaves a pool as it is
+    worker = work("fork", "--autoscale=4,1", concurrency=1)
+    gates.close("short")
+    gates.close("long")
+    parked = [project.send("nap", 4.0) for _ in range(4)]
+    long = project.send("steps", 3, 2, "long")
+    gates.wait("long")
+    short = [project.send("steps", 3, 2, "short") for _ in range(3)]
+    gates.wait("short", processes=3)
+    assert len(worker.children()) == 4
+
+    gates.open("short")
+    assert [one.get(timeout=60) for one in short] == [[1, 2, 3]] * 3
+    until(lambda: len(worker.children()) < 3, timeout=60, what="the pool to shrink around the body in flight")
+    assert body_log.count(long.id, "step-2") == 1
+    gates.open("long")
+
+    assert long.get(timeout=60) == [1, 2, 3]
+    assert [one.get(timeout=60) for one in parked] == [1] * 4
+    for result in (long, *short):
+        assert body_log.counts(result.id) == {"step-1": 1, "step-2": 1, "step-3": 1}
+    for result in parked:
+        assert body_log.counts(result.id) == {"before": 1, "after": 1}
+    assert all(tasks.durable.get(one.id).crashes == 0 for one in (long, *short, *parked))
 
 
 @only_redis
