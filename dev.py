@@ -26,7 +26,12 @@ EXTRAS = ("embedded", "flower", "otel", "sentry")
 TESTED = (*EXTRAS, "test")
 SOURCES = ("umt_durable", "tests", "dev.py", "tools", "migrations", "examples", "celeryconfig.py")
 
-MATRIX = ("tests/celery/test_canvas_matrix.py", "tests/celery/test_beat_runs.py", "tests/smoke/nodes")
+MATRIX = (
+    "tests/celery/test_canvas_matrix.py",
+    "tests/celery/test_canvas_crashes.py",
+    "tests/celery/test_beat_runs.py",
+    "tests/smoke/nodes",
+)
 
 Programs = List[List[str]]
 

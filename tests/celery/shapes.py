@@ -305,7 +305,7 @@ class _Kin:
                 labels.setdefault(entry.run, set()).add(entry.step)
                 root, _, group_id, _ = json.loads(entry.mark)
                 if root == entry.run:
-                    firsts.setdefault(_shape_of(entry), set()).add(entry.step)
+                    firsts.setdefault(_shape_of(entry), set()).add(entry.run)
                 if group_id is not None:
                     members.setdefault(group_id, set()).add(entry.step)
                     joined[entry.run] = group_id
@@ -336,8 +336,9 @@ class _Kin:
 
     def _first(self, root: str | None, firsts: set[str]) -> str:
         # Its root is the body's too, and one of several in a shape that begins with several tasks.
-        name = self._one(root) if root is None else self._names.get(root, "a stranger")
-        return "one of {" + ", ".join(sorted(firsts)) + "}" if name in firsts else name
+        if root in firsts:
+            return "one of {" + ", ".join(sorted(self._names[id] for id in firsts)) + "}"
+        return "nobody" if root is None else self._names.get(root, "a stranger")
 
 
 def _shape_of(entry: Entry) -> str:

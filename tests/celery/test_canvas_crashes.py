@@ -79,6 +79,45 @@ def test_i13_finishers_that_die_lose_no_follower_and_double_none(
     assert [body_log.count(step=f"errback-{one.id}") for one in failed] == [1] * 3
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["threads", "gevent", "solo"])
+def test_i13_workers_that_die_whole_while_finishing_lose_no_follower_and_double_none(
+    canvas: Canvas,
+    start_worker: Callable[..., Worker],
+    worker_env: dict[str, str],
+    body_log: BodyLog,
+    conn: Connection,
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    once = {point: tmp_path / point for point in POINTS}
+    worker_env[ENVIRONMENT] = ",".join(f"{point}=kill;nth=2;file:{path}" for point, path in once.items())
+    worker = start_worker(app=APP, pool=kind, concurrency=1 if kind == "solo" else 4)
+    hop = canvas.hop
+
+    # Durable ones alone: an ordinary task dies with its worker, as everywhere in Celery.
+    chained = [chain(hop.s(1, naps=1), hop.s(label="second"), hop.s(naps=1, label="third"))() for _ in range(3)]
+    chords = [chord([hop.s(1), hop.s(2, naps=1)], canvas.hop_total.s())() for _ in range(3)]
+    swapped = [chain(canvas.swap.s(1, "durable"), hop.s(label="after"))() for _ in range(3)]
+    linked = [hop.apply_async((n,), link=hop.s(label="link")) for n in range(3)]
+    failed = [canvas.fail.apply_async((n,), link_error=canvas.durable_errback.s()) for n in range(3)]
+
+    def supervise() -> bool:
+        if not worker.alive:
+            worker.start()
+        ended = not canvas.durable.list(states=[state for state in RunState if not state.is_terminal], limit=1)
+        return ended and outbox.status(conn)[0] == 0 and all(path.exists() for path in once.values())
+
+    until(supervise, timeout=180, what="all runs to end, over the deaths of their workers")
+    assert [one.get(timeout=60) for one in chained] == [4] * 3
+    assert [one.get(timeout=60) for one in chords] == [5] * 3
+    assert [one.get(timeout=60) for one in swapped] == [12] * 3
+    assert [one.get(timeout=60) for one in linked] == [n + 1 for n in range(3)]
+    for step, times in (("second", 3), ("third", 3), ("after", 3), ("link", 3), ("total", 3)):
+        assert body_log.count(step=step) == times, step
+    assert [body_log.count(step=f"errback-{one.id}") for one in failed] == [1] * 3
+
+
 def test_duplicate_hints_of_finished_runs_call_nothing_again(
     canvas: Canvas, start_worker: Callable[..., Worker], broker: Broker, body_log: BodyLog, conn: Connection
 ) -> None:
