@@ -29,6 +29,7 @@ SOURCES = ("umt_durable", "tests", "dev.py", "tools", "migrations", "examples", 
 MATRIX = (
     "tests/celery/test_canvas_matrix.py",
     "tests/celery/test_canvas_crashes.py",
+    "tests/celery/test_pools_runs.py",
     "tests/celery/test_beat_runs.py",
     "tests/smoke/nodes",
 )
@@ -79,7 +80,8 @@ def test(env: Environment, arguments: List[str]) -> Programs:
 
 
 def matrix(env: Environment, arguments: List[str]) -> Programs:
-    return test(env, ["-m", "long", *(arguments or MATRIX)])
+    chosen = any(argument.startswith("tests") for argument in arguments)
+    return test(env, ["-m", "long", *arguments, *(() if chosen else MATRIX)])
 
 
 def lint(env: Environment, arguments: List[str]) -> Programs:

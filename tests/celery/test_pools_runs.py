@@ -79,7 +79,9 @@ def test_every_pool_executes_parks_and_reports_with_connections_opened_at_import
 
 
 @only_redis
-@each_pool
+@pytest.mark.parametrize(
+    "kind", ["fork", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("spawn", "threads", "solo", "gevent"))]
+)
 def test_i16_pools_opened_at_import_share_no_connection_between_processes(
     project: Project, work: Callable[..., Worker], kind: str
 ) -> None:

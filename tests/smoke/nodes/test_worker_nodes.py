@@ -60,7 +60,13 @@ def test_the_set_up_answers_pings_and_runs_durable_and_ordinary_tasks(celery_set
 
 
 @each_broker
-@pytest.mark.parametrize("method", WorkerKill)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(one, marks=[pytest.mark.long] * (one is not WorkerKill.NODE_KILL), id=one.name)
+        for one in WorkerKill
+    ],
+)
 def test_a_durable_task_survives_each_way_to_end_its_worker(
     celery_setup: CeleryTestSetup, gates: Gates, body_log: BodyLog, method: WorkerKill
 ) -> None:
@@ -99,6 +105,7 @@ def test_a_restart_and_a_broker_that_goes_away_keep_what_sleeps(
     assert body_log.counts(napping.id) == {"before": 1, "after": 1}
 
 
+@pytest.mark.long
 @each_broker
 def test_a_second_worker_takes_over_from_the_one_that_was_killed(
     celery_setup: CeleryTestSetup, make_worker_handle: Callable[[str], WorkerHandle], gates: Gates, body_log: BodyLog
