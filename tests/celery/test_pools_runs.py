@@ -192,11 +192,11 @@ def test_autoscaling_down_disturbs_neither_what_is_in_flight_nor_what_is_parked(
     gates: Gates,
     body_log: BodyLog,
 ) -> None:
-    worker_env["AUTOSCALE_KEEPALIVE"] = "0.2"  # how long Celery's autoscaler leaves a pool as it is
+    worker_env["AUTOSCALE_KEEPALIVE"] = "4"  # seconds for which the autoscaler leaves a pool as it is; 30 by default
     worker = work("fork", "--autoscale=4,1", concurrency=1)
     gates.close("short")
     gates.close("long")
-    parked = [project.send("nap", 4.0) for _ in range(4)]
+    parked = [project.send("nap", 8.0) for _ in range(4)]
     long = project.send("steps", 3, 2, "long")
     gates.wait("long")
     short = [project.send("steps", 3, 2, "short") for _ in range(3)]

@@ -25,16 +25,25 @@ from umt_durable.services.lease import Lease
 VARIABLE: Final = "UMT_DURABLE_LEAVING"
 LOOK_SECONDS: Final = 0.1
 
+_main: int | None = None
+"""The process that announced: only it can say that the worker leaves."""
+
 
 def announce(node: UUID) -> None:
     """Name the file of a main process where its children find the name. The file does not exist yet."""
+    global _main
+    _main = os.getpid()
     os.environ[VARIABLE] = str(Path(tempfile.gettempdir()) / f"umt-durable-{node.hex}.leaving")
 
 
 def leave() -> None:
-    """Say that this worker shuts down. Safe in a signal handler; repeating it changes nothing."""
+    """Say that this worker shuts down. Safe in a signal handler; repeating it changes nothing.
+
+    Keeps: a pool child says nothing. One that is ended as it begins, by autoscaling or `pool_shrink`, still has the
+    signal handler of the main process.
+    """
     path = os.environ.get(VARIABLE)
-    if path:
+    if path and os.getpid() == _main:
         with contextlib.suppress(OSError):  # a full disk: bodies then run to their end, as they would without us
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
 
