@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from umt_durable.engine.async_context import AsyncTaskContext
     from umt_durable.engine.client import History
     from umt_durable.engine.context import TaskContext, current_context
+    from umt_durable.engine.effects import Done, NotDone, OpInfo, Policy, Unknown, with_attempt_token
     from umt_durable.engine.registry import TaskDefinition, TaskRegistry
     from umt_durable.engine.retry import RetryAfter, RetryPolicy
     from umt_durable.engine.waiting import Fact
@@ -40,16 +41,23 @@ if TYPE_CHECKING:
         InputError,
         NonDeterminismError,
         NonRetryableError,
+        NotAppliedError,
+        OpConflictError,
+        OpFailedError,
+        OpStateError,
+        RunExistsError,
         SchemaError,
         StepFailedError,
+        UncertainOpError,
         UnknownEventError,
+        UnknownOpError,
         UnknownRunError,
         UnknownTaskError,
     )
     from umt_durable.migrate import migrate_engine_schema
-    from umt_durable.records import OutboxEvent, Run
+    from umt_durable.records import Op, OutboxEvent, Run
     from umt_durable.settings import Settings
-    from umt_durable.states import RunState
+    from umt_durable.states import OpState, RunState
 
 __all__ = [
     "AsyncTaskContext",
@@ -59,6 +67,7 @@ __all__ = [
     "DatabaseUnavailableError",
     "DecodingError",
     "DefinitionError",
+    "Done",
     "DuplicateOutboxRouteError",
     "DuplicateTaskError",
     "Durable",
@@ -74,12 +83,22 @@ __all__ = [
     "InputError",
     "NonDeterminismError",
     "NonRetryableError",
+    "NotAppliedError",
+    "NotDone",
+    "Op",
+    "OpConflictError",
+    "OpFailedError",
+    "OpInfo",
+    "OpState",
+    "OpStateError",
     "Outbox",
     "OutboxEvent",
     "OutboxRelay",
+    "Policy",
     "RetryAfter",
     "RetryPolicy",
     "Run",
+    "RunExistsError",
     "RunState",
     "SchemaError",
     "Settings",
@@ -88,7 +107,10 @@ __all__ = [
     "TaskDefinition",
     "TaskEngine",
     "TaskRegistry",
+    "UncertainOpError",
+    "Unknown",
     "UnknownEventError",
+    "UnknownOpError",
     "UnknownRunError",
     "UnknownTaskError",
     "app",
@@ -97,6 +119,7 @@ __all__ = [
     "define_task",
     "durable",
     "migrate_engine_schema",
+    "with_attempt_token",
 ]
 
 _HOMES: Final = {
@@ -108,13 +131,14 @@ _HOMES: Final = {
     "engine.async_context": ("AsyncTaskContext",),
     "engine.client": ("History",),
     "engine.context": ("TaskContext", "current_context"),
+    "engine.effects": ("Done", "NotDone", "OpInfo", "Policy", "Unknown", "with_attempt_token"),
     "engine.registry": ("TaskDefinition", "TaskRegistry"),
     "engine.retry": ("RetryAfter", "RetryPolicy"),
     "engine.waiting": ("Fact",),
     "migrate": ("migrate_engine_schema",),
-    "records": ("OutboxEvent", "Run"),
+    "records": ("Op", "OutboxEvent", "Run"),
     "settings": ("Settings",),
-    "states": ("RunState",),
+    "states": ("OpState", "RunState"),
 }
 _HOME_OF: Final = {name: module for module, names in _HOMES.items() for name in names}
 

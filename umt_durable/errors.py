@@ -17,6 +17,13 @@
     ├── UnknownRunError
     ├── UnknownEventError             no row of the outbox has this id
     ├── IdempotencyConflictError      the same key was used with other input
+    ├── RunExistsError                the same key was used before, and the caller wants a new run or none
+    ├── OpConflictError               the same op key was used with another request
+    ├── OpFailedError                 a person said that an effect was not applied and will not be
+    ├── OpStateError                  a person decides about an op that is done, or being executed
+    ├── UncertainOpError              nobody can say whether an effect was applied: a person has to
+    ├── UnknownOpError
+    ├── NotAppliedError               raise it (or a subclass) to say that an effect was certainly not applied
     ├── FencingError                  a write came after the grant it was made under had ended
     ├── NonDeterminismError           a replay asked for another step than was recorded
     ├── FactTimeoutError              nothing came before the time-out of a wait
@@ -149,6 +156,72 @@ class IdempotencyConflictError(DurableError):
         super().__init__(f"idempotency key {key!r} of {task} belongs to {kind} {run}, which was made with other input")
 
 
+class RunExistsError(DurableError):
+    """An idempotency key was used before, and the call said that it wants no earlier run.
+
+    Shape: `run` is the id of the run that owns the key; that run is untouched.
+    """
+
+    def __init__(self, task: str, key: str, run: str) -> None:
+        self.task = task
+        self.key = key
+        self.run = run
+        super().__init__(f"idempotency key {key!r} of {task} belongs to run {run}; no other was started")
+
+
+class OpConflictError(DurableError):
+    """An op key was used before for another request.
+
+    Shape: `run` is the id of the run that began it, `expected` and `found` the digests of the two requests.
+    """
+
+    def __init__(self, op_key: str, run: str | None, expected: str, found: str) -> None:
+        self.op_key = op_key
+        self.run = run
+        self.expected = expected
+        self.found = found
+        owner = "a run that was removed" if run is None else f"run {run}"
+        super().__init__(
+            f"op {op_key!r} was begun by {owner} for the request {expected}, but is now asked for with {found}: "
+            "another request needs an op key of its own"
+        )
+
+
+class OpFailedError(DurableError):
+    """A person said of an effect that it was not applied and will not be."""
+
+    def __init__(self, op_key: str, message: str) -> None:
+        self.op_key = op_key
+        self.message = message
+        super().__init__(f"op {op_key!r}: {message}")
+
+
+class OpStateError(DurableError):
+    """A person's decision about an op is refused: it is done, or a running run is executing it."""
+
+
+class UncertainOpError(DurableError):
+    """Nobody can say whether an effect was applied; its run is parked until a person does."""
+
+    def __init__(self, op_key: str, reason: str) -> None:
+        self.op_key = op_key
+        self.reason = reason
+        super().__init__(f"whether op {op_key!r} was applied is not known: {reason}")
+
+
+class UnknownOpError(DurableError):
+    """No effect with this key was ever begun in this namespace."""
+
+    def __init__(self, namespace: str, op_key: str) -> None:
+        self.namespace = namespace
+        self.op_key = op_key
+        super().__init__(f"no op with key {op_key!r} in the namespace {namespace!r}")
+
+
+class NotAppliedError(DurableError):
+    """Raise this, or a subclass, in the function of an effect: the provider has certainly applied nothing."""
+
+
 class FencingError(DurableError):
     """A write of an attempt was refused, because its grant of the run had ended."""
 
@@ -176,12 +249,16 @@ class FactTimeoutError(DurableError):
 
 
 class StepFailedError(DurableError):
-    """A recorded failure whose exception type is not registered in this process."""
+    """A recorded failure whose exception type is not registered in this process.
 
-    def __init__(self, step: str, type_name: str, message: str) -> None:
+    Shape: `traceback` is the redacted text of where it was raised.
+    """
+
+    def __init__(self, step: str, type_name: str, message: str, traceback: str = "") -> None:
         self.step = step
         self.type_name = type_name
         self.message = message
+        self.traceback = traceback
         super().__init__(f"{step} failed: {type_name}: {message}")
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NewType
 from uuid import UUID
 
-from umt_durable.states import AttemptOutcome, OutboxStatus, RunState, StepState, WaitState
+from umt_durable.states import AttemptOutcome, OpState, OutboxStatus, RunState, StepState, WaitState
 
 RunNo = NewType("RunNo", int)
 
@@ -62,6 +62,7 @@ class NewRun:
     key: str | None = None
     key_hash: bytes | None = None
     key_ttl_seconds: float | None = None
+    attach: bool = True  # to the run that has the key already; else that is an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,47 @@ class StepEntry:
     started_at: datetime | None = None
     finished_at: datetime | None = None
     age_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One external effect in the op ledger.
+
+    Shape: `run` and `fence` are of the attempt that began or took it last, `busy` says that this one is still the
+    current grant of a running run; `run_id` and `run_state` are those of that run, None when it was removed.
+    `is_clear`: nothing was applied so far; `commit_due`: it is a person's answer, and no run has committed what belongs
+    to it yet. `waiting` counts the runs that are parked for a person's decision.
+    """
+
+    namespace: str
+    op_key: str
+    state: OpState
+    run: int
+    fence: int
+    token: UUID
+    turn: int
+    idempotency_key: UUID
+    request_digest: bytes | None
+    is_clear: bool
+    commit_due: bool
+    result: bytes | None
+    digest: bytes | None
+    error: bytes | None
+    busy: bool
+    run_id: str | None
+    run_state: RunState | None
+    actor: str | None
+    comment: str | None
+    began_at: datetime
+    taken_at: datetime
+    settled_at: datetime | None
+    waiting: int
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Say whether it is open and its run has ended or was removed, so that this run will not settle it."""
+        over = self.run_state is None or self.run_state.is_terminal
+        return self.state is OpState.OPEN and over and not self.is_clear
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from umt_durable.settings import libpq_url
 Binding: TypeAlias = Any
 """Where `step.transaction` writes.
 
-A SQLAlchemy Engine or sessionmaker, a database URL, or a callable that opens a psycopg Connection.
+A SQLAlchemy Engine or sessionmaker, a database URL, a callable that opens a psycopg Connection; or a SQLAlchemy Session
+or psycopg Connection of the caller's, with no transaction open, which stays open afterwards.
 """
 
 _ENDED = "the function of a transaction step must not commit or roll back: its result is recorded in that transaction"
@@ -32,6 +33,7 @@ _INHERITED = (
     "the binding gave a connection that was opened before this process was forked, and that its parent may use: open"
     " the psycopg pool in a handler of `worker_process_init`, or bind a SQLAlchemy Engine or a URL"
 )
+_BUSY = "the connection has a transaction open: the record of the result has to be in one of its own"
 _NAMED = re.compile(r"%\((\w+)\)s")
 
 
@@ -239,6 +241,16 @@ def transaction(binding: Binding, schema: str) -> Iterator[UserTransaction]:
     if isinstance(binding, str):
         with psycopg.connect(libpq_url(binding)) as conn, conn.transaction():
             yield _of_psycopg(conn, schema)
+    elif isinstance(binding, psycopg.Connection):
+        if binding.info.transaction_status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN):
+            raise DefinitionError(_BUSY)
+        with binding.transaction():
+            yield _of_psycopg(binding, schema)
+    elif _sqlalchemy_kind(binding) == "session":
+        if binding.in_transaction():
+            raise DefinitionError(_BUSY)
+        with binding.begin(), _commit_refused(binding):
+            yield _of_session(binding, schema)
     elif _is_sqlalchemy_source(binding):
         with _open_session(binding) as session, session.begin(), _commit_refused(session):
             yield _of_session(session, schema)

@@ -14,6 +14,7 @@ from umt_durable.errors import ConfigurationError
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 MIN_LEASE_SECONDS = 3.0
 MOST_SECONDS = 86_400.0
+MAX_NAMESPACE = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,9 @@ class Settings:
     """The most connections one process opens beside those of its lease and its relay."""
     worker_services: bool = True
     """Whether Celery workers run relay and maintenance themselves; off where `umt-durable serve` does."""
+    op_namespace: str = "default"
+    """Whose the keys of `step.effect` are. Apps that share a schema and not their keys need one each. It is a part of
+    the idempotency keys that providers are given, so it stays the same for ever."""
     strict_queues: bool = True
     """Whether hints of a shared queue count in the depth gate. Off where ordinary tasks use the same queues."""
 
@@ -62,6 +66,8 @@ class Settings:
             )
         if not self.schema or "\0" in self.schema or len(self.schema.encode()) > 63:
             raise ConfigurationError(f"{self.schema!r} is no Postgres schema name (1 to 63 bytes)")
+        if not 0 < len(self.op_namespace.encode("utf-8", "replace")) <= MAX_NAMESPACE or "\0" in self.op_namespace:
+            raise ConfigurationError(f"{self.op_namespace!r} is no namespace for op keys (1 to {MAX_NAMESPACE} bytes)")
         for name in ("poll_seconds", "deliver_seconds", "max_crashes", "max_publish_attempts", "pool_size"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigurationError(f"{name} must be more than zero, not {getattr(self, name)!r}")

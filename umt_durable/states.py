@@ -40,6 +40,7 @@ class Reason(StrEnum):
     NONDETERMINISM = "nondeterminism"
     BAD_INPUT = "bad_input"
     JOURNAL_CORRUPT = "journal_corrupt"
+    UNCERTAIN_OP = "uncertain_op"
 
 
 class AttemptOutcome(StrEnum):
@@ -67,6 +68,16 @@ class StepKind(StrEnum):
     SLEEP = "sleep"
     TRANSACTION = "transaction"
     VALUE = "value"  # now, uuid, random
+    EFFECT = "effect"
+
+
+class OpState(StrEnum):
+    """Where an external effect stands in the op ledger (I15)."""
+
+    OPEN = "open"  # begun; whether it was applied is known to nobody but, perhaps, whoever holds it
+    DONE = "done"  # its answer is recorded
+    FAILED = "failed"  # it was not applied, and will not be
+    UNCERTAIN = "uncertain"  # a person has to say whether it was applied
 
 
 class WaitState(StrEnum):

@@ -34,6 +34,10 @@ class Counter(StrEnum):
     REPLAYED_STEP = "replayed_step"
     STEP_RETRY = "step_retry"
     RUN_RETRY = "run_retry"
+    BUSY_OP = "busy_op"
+    RESUMED_OP = "resumed_op"
+    UNCERTAIN_OP = "uncertain_op"
+    RESOLVED_OP = "resolved_op"
     FENCED_WRITE = "fenced_write"
     LOST_REPLY = "lost_reply"
     SYSTEM_RETRY = "system_retry"
@@ -71,6 +75,10 @@ MEANINGS: Final[Mapping[Counter, str]] = MappingProxyType(
         Counter.REPLAYED_STEP: "a step gave back its recorded outcome",
         Counter.STEP_RETRY: "a step failed and will be tried again",
         Counter.RUN_RETRY: "an attempt failed and the run will be tried again",
+        Counter.BUSY_OP: "a run was parked for a while, because another one is executing the same effect",
+        Counter.RESUMED_OP: "an effect was found begun without an answer",
+        Counter.UNCERTAIN_OP: "an effect was left to a person: nobody can say whether it was applied",
+        Counter.RESOLVED_OP: "a person said what became of an effect",
         Counter.FENCED_WRITE: "the database refused a write because its grant had ended",
         Counter.LOST_REPLY: "a connection broke before the reply to a write; the outcome was looked up or repeated",
         Counter.SYSTEM_RETRY: "a deadlock or serialisation failure of a system transaction; each is a defect",

@@ -180,6 +180,38 @@ CREATE INDEX fact_keyed ON {schema}.fact (address, xid) WHERE address LIKE '["ke
 CREATE INDEX fact_unrouted ON {schema}.fact (at) WHERE routed_at IS NULL;
 """
 
+LEDGER = """
+CREATE TABLE {schema}.op_ledger (
+    namespace      text NOT NULL,
+    op_key         text NOT NULL,
+    state          text NOT NULL DEFAULT 'open' CONSTRAINT op_ledger_state_known CHECK (state IN ('open', 'done',
+                       'failed', 'uncertain')),
+    run            bigint NOT NULL,
+    fence          bigint NOT NULL,
+    claim          uuid NOT NULL,
+    token          uuid NOT NULL,
+    turn           bigint NOT NULL DEFAULT 1,
+    idem_key       uuid NOT NULL,
+    request_digest bytea,
+    is_clear       boolean NOT NULL DEFAULT false,
+    commit_due     boolean NOT NULL DEFAULT false,
+    result         bytea,
+    digest         bytea,
+    error          bytea,
+    waiting        bigint[] NOT NULL DEFAULT '{}',
+    actor          text,
+    comment        text,
+    began_at       timestamptz NOT NULL DEFAULT {schema}.now(),
+    taken_at       timestamptz NOT NULL DEFAULT {schema}.now(),
+    settled_at     timestamptz,
+    CONSTRAINT op_ledger_pkey PRIMARY KEY (namespace, op_key),
+    CONSTRAINT op_ledger_done_with_result CHECK ((state = 'done') = (result IS NOT NULL))
+);
+CREATE INDEX op_ledger_unsettled ON {schema}.op_ledger (namespace, op_key) WHERE state IN ('open', 'uncertain');
+CREATE INDEX op_ledger_released ON {schema}.op_ledger (namespace, op_key)
+    WHERE state <> 'uncertain' AND waiting <> '{}';
+"""
+
 OUTBOX = """
 CREATE TABLE {schema}.outbox_event (
     id              uuid CONSTRAINT outbox_event_pkey PRIMARY KEY,
@@ -370,5 +402,5 @@ CREATE VIEW {schema}.run_view AS
 
 def upgrade(schema: str) -> None:
     """Create everything of the first revision."""
-    for part in (CLOCK, RUN, JOURNAL, OUTBOX, FUNCTIONS, VIEWS):
+    for part in (CLOCK, RUN, JOURNAL, LEDGER, OUTBOX, FUNCTIONS, VIEWS):
         op.execute(ddl(part, schema))

@@ -5,7 +5,7 @@ A handful is in the default selection; the others belong to the long suite.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tests.support.apps import LEDGER, REDELIVERY, Tasks
 from tests.support.bodylog import BodyLog
 from tests.support.brokers import Broker, wait_until_empty
 from tests.support.clock import Clock
+from tests.support.provider import ADDRESS, Provider
 from tests.support.queues import QUEUE
 from tests.support.wait import until
 from tests.support.workers import Worker
@@ -30,7 +31,15 @@ from umt_durable.store import outbox
 
 pytestmark = pytest.mark.processes
 
-DEFAULT = {"claim.b", "step.commit.b", "txstep.commit.b", "txstep.commit.a", "wait.commit.a", "relay.publish.a"}
+DEFAULT = {
+    "claim.b",
+    "step.commit.b",
+    "txstep.commit.b",
+    "txstep.commit.a",
+    "wait.commit.a",
+    "relay.publish.a",
+    "op.call.a",
+}
 IN_THE_MAIN_PROCESS = ("intake.", "timer.", "relay.", "router.")
 POINTS = {
     "ten_steps": (
@@ -39,6 +48,7 @@ POINTS = {
         *("relay.claim.b", "relay.claim.a", "relay.publish.b", "relay.publish.a", "relay.delete.b", "relay.delete.a"),
     ),
     "booking": ("step.grant.b", "step.grant.a", "txstep.user_sql.a", "txstep.commit.b", "txstep.commit.a"),
+    "shipping": ("op.begin.b", "op.begin.a", "op.call.b", "op.call.a", "op.done.b", "op.done.a"),
     "sleeper": (
         *("sleep.suspend.b", "sleep.suspend.a", "timer.select.a", "timer.commit.b", "timer.commit.a"),
         *("claim.journal_read.b", "claim.journal_read.a"),
@@ -52,6 +62,7 @@ POINTS = {
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "ten_steps": (),
     "booking": (3,),
+    "shipping": ("ship:17",),
     "sleeper": (2.5, 1),
     "waiter": ("go",),
     "flaky_run": (1,),
@@ -59,6 +70,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 RESULTS: dict[str, Any] = {
     "ten_steps": list(range(1, 11)),
     "booking": 3,
+    "shipping": 1,
     "sleeper": 1,
     "waiter": 5,
     "flaky_run": 2,
@@ -119,6 +131,14 @@ def ledger(conn: Connection, schema: str, worker_env: dict[str, str]) -> str:
     return name
 
 
+@pytest.fixture
+def carrier(tmp_path: Path, worker_env: dict[str, str]) -> Iterator[Provider]:
+    """Return a provider that honours idempotency keys, which the workers of this test call."""
+    with Provider("idempotent", tmp_path) as carrier:
+        worker_env[ADDRESS] = carrier.address
+        yield carrier
+
+
 # -- the engine and the services --------------------------------------------------------------------------------------
 
 
@@ -131,6 +151,7 @@ def test_i1_a_run_whose_process_dies_at_a_point_ends_once(
     body_log: BodyLog,
     conn: Connection,
     ledger: str,
+    carrier: Provider,
     task: str,
     point: str,
 ) -> None:
@@ -145,7 +166,8 @@ def test_i1_a_run_whose_process_dies_at_a_point_ends_once(
     if point.startswith(("relay.", "finish.")):
         until(lambda: outbox.status(conn)[0] == 0, timeout=60, what="the outbox to be empty")
     rows = conn.execute(f"SELECT value FROM {ledger}".encode()).fetchall()
-    assert rows == ([(3,)] if task == "booking" else [])
+    assert rows == {"booking": [(3,)], "shipping": [(1,)]}.get(task, [])
+    assert carrier.applied("ship:17") == (task == "shipping")
     assert_no_finished_step_was_repeated(tasks, body_log, result.id)
 
 

@@ -17,9 +17,18 @@ from typing import Any
 import psycopg
 from celery import Celery
 
-from tests.support import bodylog, gates
+from tests.support import bodylog, gates, provider
 from tests.support.queues import QUEUE
-from umt_durable import Durable, DurableTask, RetryPolicy, StepFailedError, TaskContext, current_context
+from umt_durable import (
+    Durable,
+    DurableTask,
+    OpInfo,
+    Policy,
+    RetryPolicy,
+    StepFailedError,
+    TaskContext,
+    current_context,
+)
 
 LEDGER = "UMT_TEST_LEDGER"
 MAX_PRIORITY = "UMT_TEST_MAX_PRIORITY"
@@ -51,6 +60,18 @@ def book(tx: Any, step: str, value: int, gate: str = "") -> int:
         return value
 
 
+def ship(info: OpInfo) -> int:
+    """Have the provider apply an effect."""
+    with bodylog.body(info.op_key):
+        return provider.apply(info)
+
+
+def keep_label(tx: Any, label: int) -> None:
+    """Write the answer of an effect into the same ledger, in the transaction that records it."""
+    if LEDGER in os.environ:
+        tx.execute(f"INSERT INTO {os.environ[LEDGER]} (step, value) VALUES ('ship', %s)".encode(), (label,))
+
+
 def fail_first(step: str, times: int) -> int:
     """Raise at the first `times` entries over all processes, then return how many entries there were."""
     with bodylog.body(step):
@@ -75,6 +96,7 @@ class Tasks:
     no_step: Any
     ledger: Any
     booking: Any
+    shipping: Any
     sleeper: Any
     waiter: Any
     flaky_step: Any
@@ -132,6 +154,10 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
     def booking(ctx: TaskContext, value: int, gate: str = "") -> int:
         return ctx.step.transaction("book", book, "book", value, gate)
 
+    @durable.task(name="tests.shipping", version=1)
+    def shipping(ctx: TaskContext, op_key: str, policy: str = "idempotent_key") -> int:
+        return ctx.step.effect(op_key, ship, commit=keep_label, policy=Policy(policy))
+
     @durable.task(name="tests.sleeper", version=1)
     def sleeper(ctx: TaskContext, seconds: float, value: int = 0) -> int:
         ctx.step.run("before", log_and_pass, "before", value)
@@ -152,6 +178,7 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
         "no_step": no_step,
         "ledger": ledger,
         "booking": booking,
+        "shipping": shipping,
         "sleeper": sleeper,
         "waiter": waiter,
         **_failing_tasks(durable),

@@ -122,7 +122,16 @@ class Engine:
         self._processes.append(process)
         return process
 
-    def start(self, task: str, *args: Any, conn: object = None, key: str | None = None, **kwargs: Any) -> str:
+    def start(
+        self,
+        task: str,
+        *args: Any,
+        conn: object = None,
+        key: str | None = None,
+        ttl: float | None = None,
+        attach: bool = True,
+        **kwargs: Any,
+    ) -> str:
         """Enqueue a run and return its id."""
         definition = self.tasks.get(task)
         encoded = definition.schema.encode(*definition.schema.bind_and_validate(args, kwargs))
@@ -135,6 +144,8 @@ class Engine:
             digest=encoded.digest,
             key=key,
             key_hash=None if key is None else codec.input_hash(encoded.data),
+            key_ttl_seconds=ttl,
+            attach=attach,
         )
         return self.client.enqueue(new, conn=conn).id
 

@@ -21,6 +21,7 @@ COMMANDS: Final = {
     "signal": "cli_runs",
     "cancel": "cli_runs",
     "outbox": "cli_outbox",
+    "ops": "cli_ops",
     "serve": "serve",
     "dev": "cli_dev",
     "down": "cli_dev",

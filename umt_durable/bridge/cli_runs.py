@@ -125,7 +125,7 @@ def signal(ctx: click.Context, run_id: str, name: str, payload: str | None, dedu
         except ValueError as error:
             raise click.BadParameter(f"{error}. Text needs quotes of its own: '\"yes\"'", param_hint="JSON") from None
     client = checked(ctx).client
-    fact = client.signal(run_id, name, value, actor=_actor(), dedupe=dedupe)
+    fact = client.signal(run_id, name, value, actor=actor(), dedupe=dedupe)
     ended = client.get(run_id)
     if ended.state.is_terminal:
         click.echo(f"run {run_id} has ended ({ended.state}): nobody will take this fact", err=True)
@@ -147,7 +147,7 @@ def cancel(ctx: click.Context, run_id: str, reason: str | None, as_json: bool) -
     if before.state.is_terminal:
         emit(_run_document(before), [], as_json=True) if as_json else say(f"{run_id} has ended before: {before.state}")
         return
-    durable.client.cancel(run_id, reason=reason, actor=_actor())
+    durable.client.cancel(run_id, reason=reason, actor=actor())
     run = durable.client.get(run_id)
     if as_json:
         emit(_run_document(run), [], as_json=True)
@@ -162,7 +162,8 @@ def checked(ctx: click.Context, *, tasks: bool = False) -> Durable:
     return durable
 
 
-def _actor() -> str:
+def actor() -> str:
+    """Return who calls the command, for what is kept of it."""
     try:
         return f"cli:{getpass.getuser()}"
     except (OSError, KeyError):  # a user id without a name

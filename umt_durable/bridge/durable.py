@@ -34,6 +34,7 @@ from umt_durable.bridge.typed import AsyncBody, Body, DurableTaskOf, P, R, TaskM
 from umt_durable.database import Database
 from umt_durable.engine.client import Client, History
 from umt_durable.engine.executor import Executor
+from umt_durable.engine.ops import Ops
 from umt_durable.engine.registry import TaskRegistry
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import ConfigurationError, DatabaseUnavailableError
@@ -221,6 +222,11 @@ class Durable(AsyncVerbs):
     ) -> list[Run]:
         """Read a page of runs; see `Client.list`."""
         return self.client.list(task=task, states=states, ref=ref, before=before, limit=limit)
+
+    @property
+    def ops(self) -> Ops:
+        """The external effects of the runs: `list`, `get` and `resolve`; see `Ops`."""
+        return self.client.ops
 
     def stop(self) -> None:
         """Give up this process's lease and close its connections. Calling it again changes nothing."""

@@ -27,6 +27,7 @@ from umt_durable.bridge.message import TaskMessage, parse_publish
 from umt_durable.bridge.publishing import Publishing, is_watched
 from umt_durable.codec import input_hash
 from umt_durable.engine.context import current_context, has_context
+from umt_durable.engine.passing import LONGEST
 from umt_durable.errors import DefinitionError
 from umt_durable.records import Enqueued, NewRun
 
@@ -37,7 +38,8 @@ logger = get_logger(__name__)
 
 _current: ContextVar[Enqueuing | None] = ContextVar("umt_durable.enqueuing", default=None)
 
-OURS = ("conn", "idempotency_key", "idempotency_ttl", "ref", "attributes")
+OURS = ("conn", "idempotency_key", "idempotency_ttl", "idempotency_policy", "ref", "attributes")
+POLICIES = ("attach", "reject")
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class Enqueuing:
     conn: object = None
     idempotency_key: str | None = None
     idempotency_ttl: float | None = None
+    idempotency_policy: str | None = None
     ref: str | None = None
     attributes: Mapping[str, Any] | None = None
     countdown: float | None = None
@@ -61,12 +64,15 @@ class Enqueuing:
 def enqueuing(options: dict[str, Any]) -> Iterator[Enqueuing]:
     """Take our own options out of a call's options, for the publishing inside.
 
-    Errors: DefinitionError for attributes that are no JSON object, or an empty key.
+    Errors: DefinitionError for attributes that are no JSON object, an empty key, a lifetime that is none, or a policy
+    or lifetime without a key.
     """
     ours = {name: options.pop(name, None) for name in OURS}
     key = ours["idempotency_key"]
     if key is not None and (not isinstance(key, str) or not key or "\0" in key):
         raise DefinitionError(f"idempotency_key must be text that is not empty, not {key!r}")
+    ours["idempotency_ttl"] = _lifetime(key, ours["idempotency_ttl"])
+    _check_policy(key, ours["idempotency_policy"])
     before = _current.get()
     mine = Enqueuing(**ours, captured=None if before is None else before.captured)
     token = _current.set(mine)
@@ -74,6 +80,29 @@ def enqueuing(options: dict[str, Any]) -> Iterator[Enqueuing]:
         yield mine
     finally:
         _current.reset(token)
+
+
+def _lifetime(key: str | None, given: object) -> float | None:
+    """Return how long a key is kept, in seconds; None is for ever."""
+    if given is None:
+        return None
+    if key is None:
+        raise DefinitionError("idempotency_ttl is the lifetime of an idempotency_key; there is none")
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST.total_seconds():
+        raise DefinitionError(
+            f"idempotency_ttl must be a timedelta or seconds, from more than zero to {LONGEST.days} days, not {given!r}"
+        )
+    return float(seconds)
+
+
+def _check_policy(key: str | None, policy: object) -> None:
+    if policy is None:
+        return
+    if policy not in POLICIES:
+        raise DefinitionError(f"idempotency_policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+    if key is None and policy != POLICIES[0]:
+        raise DefinitionError("idempotency_policy says what an idempotency_key does; there is none")
 
 
 def current() -> Enqueuing:
@@ -200,6 +229,7 @@ def new_run(durable: Durable, message: TaskMessage, mine: Enqueuing) -> NewRun:
         key=mine.idempotency_key,
         key_hash=None if mine.idempotency_key is None else input_hash(encoded.data),
         key_ttl_seconds=mine.idempotency_ttl,
+        attach=mine.idempotency_policy != "reject",
     )
 
 

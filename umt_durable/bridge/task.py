@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from celery import Task
 
@@ -95,7 +96,8 @@ class DurableTask(Task):
         *args: Any,
         conn: object = None,
         idempotency_key: str | None = None,
-        idempotency_ttl: float | None = None,
+        idempotency_ttl: float | timedelta | None = None,
+        idempotency_policy: Literal["attach", "reject"] = "attach",
         ref: str | None = None,
         attributes: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -103,11 +105,12 @@ class DurableTask(Task):
         """Start a run with these arguments; with `conn` it exists if and only if the caller commits (I2).
 
         Shape: `conn` is a SQLAlchemy Session or Connection, or a psycopg Connection, with a transaction open. The same
-        `idempotency_key` gives the same run; `ref` and `attributes` are for the user's own look-ups. Celery's options
-        (queue, priority, countdown …) are for `apply_async`, which takes these names as well.
-        Units: `idempotency_ttl` is in seconds; without it a key is kept for ever.
-        Errors: InputError names each argument that is refused; IdempotencyConflictError; AutocommitError;
-        DatabaseUnavailableError.
+        `idempotency_key` gives the same run, or with `idempotency_policy="reject"` an error; `ref` and `attributes`
+        are for the user's own look-ups. Celery's options (queue, priority, countdown …) are for `apply_async`, which
+        takes these names as well.
+        Units: `idempotency_ttl` is a timedelta or seconds; without it a key is kept for ever.
+        Errors: InputError names each argument that is refused; IdempotencyConflictError; RunExistsError;
+        AutocommitError; DatabaseUnavailableError.
         """
         return self.apply_async(
             args,
@@ -115,6 +118,7 @@ class DurableTask(Task):
             conn=conn,
             idempotency_key=idempotency_key,
             idempotency_ttl=idempotency_ttl,
+            idempotency_policy=idempotency_policy,
             ref=ref,
             attributes=attributes,
         )
@@ -124,7 +128,8 @@ class DurableTask(Task):
         *args: Any,
         conn: object = None,
         idempotency_key: str | None = None,
-        idempotency_ttl: float | None = None,
+        idempotency_ttl: float | timedelta | None = None,
+        idempotency_policy: Literal["attach", "reject"] = "attach",
         ref: str | None = None,
         attributes: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -141,6 +146,7 @@ class DurableTask(Task):
                 conn=own,
                 idempotency_key=idempotency_key,
                 idempotency_ttl=idempotency_ttl,
+                idempotency_policy=idempotency_policy,
                 ref=ref,
                 attributes=attributes,
             ),

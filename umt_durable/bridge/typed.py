@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from umt_durable.engine.async_context import AsyncTaskContext
 from umt_durable.engine.context import TaskContext
@@ -57,7 +58,8 @@ class DurableTaskOf(Protocol[P, Returned]):
         *args: Any,
         conn: object,
         idempotency_key: str | None = None,
-        idempotency_ttl: float | None = None,
+        idempotency_ttl: float | timedelta | None = None,
+        idempotency_policy: Literal["attach", "reject"] = "attach",
         ref: str | None = None,
         attributes: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -67,7 +69,8 @@ class DurableTaskOf(Protocol[P, Returned]):
         self,
         *args: Any,
         idempotency_key: str | None,
-        idempotency_ttl: float | None = None,
+        idempotency_ttl: float | timedelta | None = None,
+        idempotency_policy: Literal["attach", "reject"] = "attach",
         ref: str | None = None,
         attributes: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -89,7 +92,8 @@ class DurableTaskOf(Protocol[P, Returned]):
         *args: Any,
         conn: object = None,
         idempotency_key: str | None = None,
-        idempotency_ttl: float | None = None,
+        idempotency_ttl: float | timedelta | None = None,
+        idempotency_policy: Literal["attach", "reject"] = "attach",
         ref: str | None = None,
         attributes: Mapping[str, Any] | None = None,
         **kwargs: Any,

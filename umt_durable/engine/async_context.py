@@ -58,6 +58,7 @@ class AsyncSteps:
         return await self._do(lambda: self._steps.run(name, fn, *args, **kwargs))
 
     transaction = _awaited(Steps.transaction)
+    effect = _awaited(Steps.effect)
     sleep = _awaited(Steps.sleep)
     sleep_until = _awaited(Steps.sleep_until)
     wait_for_fact = _awaited(Steps.wait_for_fact)

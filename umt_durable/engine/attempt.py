@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
+from uuid import UUID
 
 from umt_durable import telemetry
 from umt_durable.clock import boottime
@@ -136,6 +137,8 @@ class Attempt:
         self._explicit = grant.crashes > 0
         self._proof: float | None = None if grant.cancel else sent
         self._bodies: dict[str, tuple[journal.Entry, float]] = {}
+        self.ops: set[UUID] = set()
+        """The tokens under which effects are being executed now, by whatever thread."""
 
     def abort(self, reason: str) -> None:
         """Ask the body to stop; called by the thread that renews the lease."""
@@ -188,6 +191,19 @@ class Attempt:
             self._must_be_alive()
             if self.write(runs.prove, cancel=bool):
                 raise Canceled("cancelled")
+
+    def confirm(self, otherwise: str) -> None:
+        """Return when the grant still holds, after a write of it was refused for a reason of its own.
+
+        Errors: Canceled; Abandoned, with the given text, when it does not.
+        """
+        sent, cancel = self._ask(runs.prove)
+        if cancel is None:
+            telemetry.count(telemetry.Counter.FENCED_WRITE)
+            raise Abandoned(otherwise, fenced=True)
+        self._proof = None if cancel else sent
+        if cancel:
+            raise Canceled("cancelled")
 
     def enter(self, entry: journal.Entry, *, explicit: bool = False) -> None:
         """Return with the right to enter the body of a step now.

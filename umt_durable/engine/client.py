@@ -13,8 +13,9 @@ from umt_durable import codec, telemetry, texts
 from umt_durable.database import Connection, Database
 from umt_durable.engine import failures
 from umt_durable.engine.failures import Failure
+from umt_durable.engine.ops import Ops
 from umt_durable.engine.waiting import check_name
-from umt_durable.errors import DefinitionError, IdempotencyConflictError, UnknownRunError
+from umt_durable.errors import DefinitionError, IdempotencyConflictError, RunExistsError, UnknownRunError
 from umt_durable.failpoints import point
 from umt_durable.records import AttemptRecord, Enqueued, NewRun, Run, StepEntry, WaitEntry
 from umt_durable.services import router
@@ -49,6 +50,8 @@ class Access:
         self._database = database
         self._settings = settings
         self._notified = 0.0
+        self.ops = Ops(database, settings)
+        """The external effects of the runs, and what people say of them."""
 
     def _do(self, work: Callable[[Connection], T]) -> T:
         return self._database.do(work, seconds=CALL_SECONDS)
@@ -80,7 +83,8 @@ class Client(Access):
     def enqueue(self, new: NewRun, *, conn: object = None) -> Enqueued:
         """Insert a run and its hint.
 
-        Errors: IdempotencyConflictError when the key was used with other input; DefinitionError for a name, key, ref or
+        Errors: IdempotencyConflictError when the key was used with other input; RunExistsError when it was used at all
+        and the run is not to attach; DefinitionError for a name, key, ref or
         attributes that cannot be stored; AutocommitError; DatabaseUnavailableError.
         """
         _check_run(new)
@@ -96,6 +100,9 @@ class Client(Access):
         if done.outcome == "conflict":
             assert new.key is not None
             raise IdempotencyConflictError(new.task, new.key, done.id)
+        # With our own id it is our own run, of a commit whose reply was lost.
+        if done.outcome == "existing" and not new.attach and new.key is not None and done.id != new.id:
+            raise RunExistsError(new.task, new.key, done.id)
         if done.outcome == "created":
             telemetry.count(telemetry.Counter.ENQUEUED_RUN)
         if conn is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import uuid
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from umt_durable.engine import loops
 from umt_durable.engine.attempt import Abort
+from umt_durable.engine.replay import StepKey
 from umt_durable.errors import DurableError
 from umt_durable.redaction import RedactingFilter
+from umt_durable.states import StepKind
 
 if TYPE_CHECKING:
     from umt_durable.engine.passing import Pass
@@ -26,6 +29,11 @@ _current: ContextVar[TaskContext | None] = ContextVar("umt_durable.context", def
 
 logger = logging.getLogger("umt_durable.task")
 logger.addFilter(RedactingFilter())
+
+
+def op_idempotency_key(namespace: str, op_key: str) -> str:
+    """Return the key that a provider gets for an effect: the same for all attempts and all runs."""
+    return str(uuid.uuid5(NAMESPACE, json.dumps(["op", namespace, op_key])))
 
 
 class AttemptToken(NamedTuple):
@@ -117,6 +125,8 @@ class RunContext:
         running = self._pass.attempt.running()
         if running is None:
             raise DurableError("ctx.idempotency_key belongs to the step being executed; there is none here")
+        if running.kind is StepKind.EFFECT:
+            return op_idempotency_key(self._pass.op_namespace, StepKey.parse(running.key).name)
         return str(uuid.uuid5(NAMESPACE, f"{self._pass.run_id}/{self._pass.nesting}/{running.key}"))
 
     @property

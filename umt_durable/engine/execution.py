@@ -30,6 +30,7 @@ from umt_durable.errors import (
     EncodingError,
     InputError,
     JournalCorruptError,
+    UncertainOpError,
 )
 from umt_durable.failpoints import point
 from umt_durable.records import Grant, StepEntry, WaitEntry, event_id
@@ -37,8 +38,9 @@ from umt_durable.services.lease import Lease
 from umt_durable.session import Binding
 from umt_durable.settings import Settings
 from umt_durable.states import AttemptOutcome, OutboxType, Reason, RunState
-from umt_durable.store import journal, outbox, runs, waits
+from umt_durable.store import journal, ledger, outbox, runs, waits
 from umt_durable.store.guard import Guard
+from umt_durable.store.ledger import OpName
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +122,7 @@ class Execution:
             entries=entries,
             wait_entries=wait_entries,
             bindings={"default": self._database.url, **self._bindings},
+            op_namespace=self._settings.op_namespace,
         )
 
     def _call(self, the_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,6 +143,8 @@ class Execution:
         """Decide what the end of a body means, whatever it swallowed on its way."""
         if the_pass.exit is not None:
             return self._left(the_pass.exit)
+        if isinstance(the_pass.fatal, UncertainOpError):
+            return self._ask_a_person(the_pass.fatal)
         if the_pass.fatal is not None:
             corrupt = isinstance(the_pass.fatal, JournalCorruptError)
             return self._quarantine(Reason.JOURNAL_CORRUPT if corrupt else Reason.NONDETERMINISM, the_pass.fatal)
@@ -262,6 +267,34 @@ class Execution:
             "a run of %s is quarantined: %s", self._definition.name, kept.summary, extra={"run": self._delivery.run_id}
         )
         return Parked(RunState.QUARANTINED, reason)
+
+    def _ask_a_person(self, error: UncertainOpError) -> Outcome:
+        """Park the run until a person has said whether an effect was applied, unless somebody just has.
+
+        The op's row is locked after the run's: a decision comes before, and is seen, or after, and finds the run.
+        """
+        kept, op = failures.capture(error), OpName(self._settings.op_namespace, error.op_key)
+
+        def park(guard: Guard) -> str | None:
+            with guard.conn.transaction():
+                if runs.lock_grant(guard) is not False:
+                    return None
+                if not ledger.wait_for_person(guard.conn, op, guard.token.run):
+                    return "decided"
+                runs.quarantine(guard, reason=Reason.UNCERTAIN_OP, error=kept.to_bytes(), summary=kept.summary)
+            return "parked"
+
+        try:
+            self._attempt.prove()
+            self._reporter.suspending(RunState.QUARANTINED, Reason.UNCERTAIN_OP)
+            if self._attempt.end(park, ended_as=(AttemptOutcome.FAILED,)) == "decided":
+                return self._hand_over()
+        except Canceled:
+            return self._finish(RunState.CANCELLED)
+        telemetry.count(telemetry.Counter.QUARANTINED_RUN)
+        run = {"run": self._delivery.run_id}
+        logger.error("a run of %s waits for a person: %s", self._definition.name, error, extra=run)
+        return Parked(RunState.QUARANTINED, Reason.UNCERTAIN_OP)
 
     def _finish(
         self,

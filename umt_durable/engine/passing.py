@@ -51,6 +51,7 @@ class Pass:
         entries: Sequence[StepEntry],
         wait_entries: Sequence[WaitEntry],
         bindings: Mapping[str, Binding],
+        op_namespace: str,
     ) -> None:
         self.attempt = attempt
         self.database = database
@@ -64,6 +65,7 @@ class Pass:
         self.failures = failures
         self.input = input
         self.bindings = bindings
+        self.op_namespace = op_namespace
         self.keys = KeyMaker()
         self.journal = Journal(entries)
         self.waits = {entry.key: entry for entry in wait_entries}

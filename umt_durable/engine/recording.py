@@ -37,12 +37,17 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A step's body without its arguments. `commits`: it records its own outcome, in its own transaction."""
+    """A step's body without its arguments.
+
+    Shape: `commits`: it records its own outcome, in its own transaction. `on_final` is called with the failure after
+    which there is no further try, before that is recorded.
+    """
 
     call: Callable[[], Any]
     annotation: Any
     name: str
     commits: bool = False
+    on_final: Callable[[Exception], None] | None = None
 
 
 class Recorder:
@@ -111,9 +116,11 @@ class Recorder:
             except AlreadyRecordedError:
                 the_pass.attempt.leave()
                 return self.replay(self._reread(entry.key), body.annotation)
-            except Exception as error:  # noqa: BLE001 - whatever left the body is its outcome
+            except Exception as error:
                 the_pass.attempt.leave()
-                entry = self._failed(entry, body.name, error, elapsed=earlier + boottime() - began)
+                if error is the_pass.fatal:
+                    raise
+                entry = self._failed(entry, body, error, elapsed=earlier + boottime() - began)
                 continue
             except Exit as how:
                 the_pass.attempt.leave()
@@ -150,13 +157,16 @@ class Recorder:
         point("step.commit.a")
         return decoded
 
-    def _failed(self, entry: journal.Entry, name: str, error: Exception, *, elapsed: float) -> journal.Entry:
+    def _failed(self, entry: journal.Entry, body: Body, error: Exception, *, elapsed: float) -> journal.Entry:
         """Record a failed try and return when the next one is due; raise when there is none."""
-        the_pass = self._pass
+        the_pass, name = self._pass, body.name
         policy = self._options.retry or the_pass.retry
         tried = replace(entry, failures=entry.failures + 1)
         delay = policy.next_delay(tried.failures, random.random, error=error, elapsed=timedelta(seconds=elapsed))
         if delay is None:
+            if body.on_final is not None:
+                final = body.on_final
+                self.guarded(lambda: final(error))
             self.record_failure(tried, name, error)
         delay = min(delay, LONGEST)
         telemetry.count(telemetry.Counter.STEP_RETRY)
@@ -190,7 +200,8 @@ class Recorder:
                 lambda guard: journal.commit(guard, entry, state=StepState.FAILED, error=failure.to_bytes()), entry.key
             )
         )
-        raise self._pass.exceptions.rebuild(failure) from error
+        # Not from the original: code that looks at the cause finds the same at every replay.
+        raise self._pass.exceptions.rebuild(failure).with_traceback(error.__traceback__)
 
     def guarded(self, work: Callable[[], R]) -> R:
         """Run a piece of the engine; an exit it takes is taken for good."""

@@ -21,6 +21,9 @@ from umt_durable.errors import (
     InputError,
     NonDeterminismError,
     NonRetryableError,
+    OpConflictError,
+    RunExistsError,
+    UncertainOpError,
 )
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,9 @@ NEVER: Final[tuple[type[BaseException], ...]] = (
     NonDeterminismError,
     FencingError,
     IdempotencyConflictError,
+    RunExistsError,
+    OpConflictError,
+    UncertainOpError,
 )
 
 _MAX_ATTEMPTS: Final = 1_000_000

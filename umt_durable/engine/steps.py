@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, ParamSpec, TypeVar, overload
 from uuid import UUID
 
 from umt_durable import codec
+from umt_durable.engine.effecting import run_effect
+from umt_durable.engine.effects import MISSING as MISSING_REQUEST
+from umt_durable.engine.effects import Effect, OpInfo, Policy, Reconciled
 from umt_durable.engine.passing import LONGEST, Pass
 from umt_durable.engine.recording import Body, Recorder, StepOptions, run_coroutine
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.sleeping import Sleep, sleep
-from umt_durable.engine.txstep import run_in_transaction
+from umt_durable.engine.txstep import run_in_transaction, step_record
 from umt_durable.engine.waiting import MISSING, Fact, Wait, wait_for_fact
 from umt_durable.errors import DefinitionError
 from umt_durable.session import Binding
@@ -76,15 +79,51 @@ class Steps:
         if recorded is not None and recorded.state is not StepState.STARTED:
             result: R = self._recorder.replay(recorded, annotation)
             return result
-        binding = self._binding(on)
+        binding, where = self._binding(on), f"step {name!r}"
+        record = step_record(entry, lambda tx: fn(tx, *args, **kwargs), annotation, where=where)
 
         def body() -> object:
-            return run_in_transaction(
-                self._pass, entry, binding, lambda tx: fn(tx, *args, **kwargs), annotation, where=f"step {name!r}"
-            )
+            return run_in_transaction(self._pass, entry, binding, record, where=where)
 
         value: R = self._recorder.execute(entry, recorded, Body(body, annotation, name, commits=True), explicit=True)
         return value
+
+    def effect(
+        self,
+        op_key: str,
+        do: Callable[[OpInfo], R],
+        *,
+        reconcile: Callable[[OpInfo], Reconciled[R]] | None = None,
+        commit: Callable[[Any, R], object] | None = None,
+        policy: Policy | None = None,
+        request: Any = MISSING_REQUEST,
+        not_applied: Sequence[type[Exception]] = (),
+        on: Binding | str | None = None,
+    ) -> R:
+        """Have an effect outside the database applied once, whatever dies, or have a person asked about it (I15).
+
+        Shape: `op_key` is unique in its namespace, over all runs: a recorded result is returned to whoever asks.
+        `do(info)` calls the provider. When an earlier attempt has begun the effect and left no answer, `policy` and
+        `reconcile(info)`, which gives `Done(result)`, `NotDone` or `Unknown`, decide; with neither a person does.
+        `commit(tx, result)` writes what belongs to the result, through the binding `on`, in the transaction that
+        records it. `request` tells the same effect from another one under the same key; without it the arguments that
+        `functools.partial` has bound to `do`. `not_applied` are exceptions of `do` which say that nothing was applied.
+        Errors: OpConflictError for another request; as `run` for `NotAppliedError` and those of `not_applied`, when
+        retries are used up. Any other failure leaves the effect unknown: the run is parked, with the reason
+        `uncertain_op`, once its retries are used up.
+        """
+        effect = Effect(
+            op_key=op_key,
+            do=do,
+            reconcile=reconcile,
+            commit=commit,
+            policy=policy,
+            request=request,
+            not_applied=tuple(not_applied),
+            binding=self._binding(on),
+        )
+        result: R = run_effect(self._pass, self._recorder, effect)
+        return result
 
     def sleep(self, name: str, duration: timedelta) -> None:
         """Park the run until a time from now, fixed once; replays and crashes do not prolong it (I10).

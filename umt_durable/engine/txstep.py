@@ -1,9 +1,10 @@
-"""The transactional step: a user's rows, the recorded result and the check of the fence in one commit (I16)."""
+"""Transactions with a user's rows, a record of ours and the check of the fence in one commit (I16)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from umt_durable import codec, telemetry
@@ -11,6 +12,7 @@ from umt_durable.database import IDLE_IN_TRANSACTION_MS, RETRY_SECONDS
 from umt_durable.engine.attempt import AlreadyRecordedError, exit_for
 from umt_durable.engine.exits import Abandoned
 from umt_durable.engine.passing import Pass
+from umt_durable.errors import FencingError
 from umt_durable.failpoints import point
 from umt_durable.session import Binding, UserTransaction, is_lost, transaction
 from umt_durable.states import StepState
@@ -20,40 +22,54 @@ from umt_durable.store.guard import Guard
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 
 
-class _RefusedError(Exception):
-    """The record of the result was not written; raised to roll the user's rows back."""
+class NotMineError(Exception):
+    """The record was refused although the grant holds: the row that it is about is somebody else's by now."""
 
 
-def run_in_transaction(
-    the_pass: Pass,
-    entry: journal.Entry,
-    binding: Binding,
-    body: Callable[[Any], Any],
-    annotation: Any,
-    *,
-    where: str,
-) -> Any:
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a transaction does: a user's function, what is kept of its value, and the fenced statement that keeps it.
+
+    Shape: `encode` gives what `write` is handed, and the value as it would be read back; `write` is the last statement,
+    and gives None when it was refused.
+    """
+
+    body: Callable[[Any], Any]
+    encode: Callable[[Any], tuple[Any, Any]]
+    write: Callable[[Guard, Any], bool | None]
+
+
+def step_record(entry: journal.Entry, body: Callable[[Any], Any], annotation: Any, *, where: str) -> Record:
+    """Return the record of a transaction step."""
+
+    def write(guard: Guard, encoded: codec.Encoded) -> bool | None:
+        return journal.commit(guard, entry, state=StepState.DONE, result=encoded.data, digest=encoded.digest)
+
+    return Record(body, lambda value: codec.round_trip(value, annotation, where=where), write)
+
+
+def run_in_transaction(the_pass: Pass, entry: journal.Entry, binding: Binding, record: Record, *, where: str) -> Any:
     """Run a body in one transaction with its record; return the value as it would be read back.
 
     A commit whose reply was lost is asked for before anything is done again, under a lock that waits for it. What the
     body itself raises, a database error included, is the body's failure.
     Errors: the body's own; EncodingError; Abandoned when the grant had ended, with the user's rows rolled back;
-    AlreadyRecordedError when the journal has the result.
+    AlreadyRecordedError when the journal has the result; NotMineError.
     """
     attempt = the_pass.attempt
     deadline, pause = time.monotonic() + RETRY_SECONDS, SHORTEST_PAUSE
     while True:
-        this = _Try(the_pass, entry, binding, where)
+        this = _Try(the_pass, entry, binding, record)
         try:
-            encoded = this.run(body, annotation)
-        except _RefusedError:
-            # This grant recorded it by a commit whose reply was lost, or the grant has ended.
-            if attempt.read(lambda guard: journal.look(guard, entry.key)) is None:
-                telemetry.count(telemetry.Counter.FENCED_WRITE)
-                raise Abandoned("a transaction was rolled back: the grant of its run has ended", fenced=True) from None
-            attempt.progressed()
-            raise AlreadyRecordedError(entry.key) from None
+            value = this.run()
         except Exception as error:
+            if this.refused:
+                # This grant recorded it by a commit whose reply was lost, or the grant has ended.
+                if attempt.read(lambda guard: journal.look(guard, entry.key)) is None:
+                    the_pass.attempt.confirm(f"{where}: a transaction was rolled back, the grant of its run has ended")
+                    raise NotMineError(entry.key) from None
+                attempt.progressed()
+                raise AlreadyRecordedError(entry.key) from None
             if not (this.lost and is_lost(error)):
                 raise
             telemetry.count(telemetry.Counter.LOST_REPLY)
@@ -68,41 +84,44 @@ def run_in_transaction(
         else:
             point("txstep.commit.a")
             attempt.progressed()
-            return encoded
+            return value
 
 
 class _Try:
     """One try of the transaction.
 
     Shape: `lost` says that an error now means a lost connection of the transaction: before it is open, once it is
-    committing, or when it broke under the body. Any other error is the body's own.
+    committing, or when it broke under the body. Any other error is the body's own. `refused`: our record was.
     """
 
-    def __init__(self, the_pass: Pass, entry: journal.Entry, binding: Binding, where: str) -> None:
-        self._pass, self._entry, self._binding, self._where = the_pass, entry, binding, where
-        self.lost, self.committing = True, False
+    def __init__(self, the_pass: Pass, entry: journal.Entry, binding: Binding, record: Record) -> None:
+        self._pass, self._entry, self._binding, self._record = the_pass, entry, binding, record
+        self.lost, self.committing, self.refused = True, False, False
 
-    def run(self, body: Callable[[Any], Any], annotation: Any) -> Any:
-        """Run the body and commit its rows with its result; return the result as it would be read back."""
+    def run(self) -> Any:
+        """Run the body and commit its rows with its record; return the value as it would be read back.
+
+        Errors: FencingError, seen by whatever is open around the transaction, when the record is refused.
+        """
         attempt, entry = self._pass.attempt, self._entry
         with transaction(self._binding, self._pass.database.schema) as tx:
             tx.bound.execute(f"SET LOCAL idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_MS}".encode())
             if not attempt.is_fresh():
                 attempt.enter(entry, explicit=True)  # opening the transaction took its time
-            value = self._call(body, tx)
-            encoded, decoded = codec.round_trip(value, annotation, where=self._where)
+            kept, decoded = self._record.encode(self._call(tx))
             point("txstep.user_sql.a")
             mine = Guard(tx.bound, attempt.token)  # type: ignore[arg-type]  # a user's, in the shape of ours
-            if journal.commit(mine, entry, state=StepState.DONE, result=encoded.data, digest=encoded.digest) is None:
-                raise _RefusedError
+            if self._record.write(mine, kept) is None:
+                self.refused = True
+                raise FencingError(attempt.token.run, attempt.token.fence)
             point("txstep.commit.b")
             self.lost = self.committing = True
         return decoded
 
-    def _call(self, body: Callable[[Any], Any], tx: UserTransaction) -> Any:
+    def _call(self, tx: UserTransaction) -> Any:
         self.lost = False
         try:
-            value = body(tx.handle)
+            value = self._record.body(tx.handle)
             tx.flush()
         except Exception as error:
             broken = getattr(tx.handle, "closed", False) or getattr(error, "connection_invalidated", False)

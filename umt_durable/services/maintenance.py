@@ -12,6 +12,7 @@ from umt_durable.clock import boottime
 from umt_durable.database import Database
 from umt_durable.errors import DatabaseBusyError, DatabaseUnavailableError
 from umt_durable.services.redispatch import REFILL_SECONDS, Broker, Redispatch
+from umt_durable.services.release import Releaser
 from umt_durable.services.router import Router
 from umt_durable.services.takeover import Sweeper
 from umt_durable.services.timers import Timers
@@ -42,6 +43,7 @@ class Due(NamedTuple):
     facts: bool
     ready: bool
     expired: bool
+    release: bool
 
 
 class Counts(Protocol):
@@ -101,6 +103,7 @@ class Maintenance:
             Duty("lease ends", _always, self._look_at_leases, every=LEASE_LOOK_SECONDS),
             Duty("take-over", lambda due: due.lost, self._sweeper.run_once),
             Duty("router", lambda due: due.facts, self._router.run_once),
+            Duty("release", lambda due: due.release, Releaser(database, settings).run_once),
             Duty("re-scan", _always, self._router.rescan, every=RESCAN_SECONDS),
             self._marker,
             self._hints,

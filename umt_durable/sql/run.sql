@@ -228,6 +228,20 @@ SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0),
 ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING
 RETURNING run
 
+-- name: release_run :maybe
+-- Make a run that is quarantined for a given reason, whose row the caller has locked, ready, with a hint.
+-- Locks: run (held), then outbox_event. Index: run_pkey.
+WITH u AS (
+    UPDATE {schema}.run
+       SET state = 'ready', reason = NULL, error = NULL, fence = fence + 1, wake_at = NULL, crashes = 0, redelivers = 0,
+           deliver_by = {schema}.now() + %(deliver)s::interval
+     WHERE no = %(run)s AND state = 'quarantined' AND reason = %(reason)s
+    RETURNING no, fence, priority)
+INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), {schema}.now() FROM u
+ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING
+RETURNING run
+
 -- name: wake_due_runs :many
 -- Make up to `limit` sleeping or retrying runs whose time has come ready, each with a hint.
 -- Locks: run (ascending, SKIP LOCKED), then step, then outbox_event. Index: run_due.
@@ -496,8 +510,9 @@ SELECT CASE WHEN paused_at IS NOT NULL AND finished_at IS NULL THEN 'paused' ELS
   FROM {schema}.run GROUP BY 1 ORDER BY 1
 
 -- name: due_work :one
--- Say in one look which duties have work: outbox rows, due runs, lost runs, unrouted facts, overdue hints, expired runs.
--- Locks: none. Index: outbox_event_due, run_due, run_running, fact_unrouted, run_ready, run_expiring.
+-- Say in one look which duties have work: outbox rows, due runs, lost runs, unrouted facts, overdue hints, expired runs,
+-- runs parked for an op that a person has decided about.
+-- Locks: none. Index: outbox_event_due, run_due, run_running, fact_unrouted, run_ready, run_expiring, op_ledger_released.
 SELECT EXISTS (SELECT 1 FROM {schema}.outbox_event WHERE status = 'pending' AND next_attempt_at <= (SELECT {schema}.now())),
        EXISTS (SELECT 1 FROM {schema}.run WHERE state IN ('sleeping', 'waiting', 'retrying') AND wake_at <= (SELECT {schema}.now())),
        EXISTS (SELECT 1 FROM {schema}.run AS r WHERE state = 'running'
@@ -505,7 +520,8 @@ SELECT EXISTS (SELECT 1 FROM {schema}.outbox_event WHERE status = 'pending' AND 
                        OR NOT EXISTS (SELECT 1 FROM {schema}.worker AS w WHERE w.id = r.worker AND w.lease_until > (SELECT {schema}.now())))),
        EXISTS (SELECT 1 FROM {schema}.fact WHERE routed_at IS NULL),
        EXISTS (SELECT 1 FROM {schema}.run WHERE state = 'ready' AND deliver_by <= (SELECT {schema}.now()) AND paused_at IS NULL),
-       EXISTS (SELECT 1 FROM {schema}.run WHERE expires_at <= (SELECT {schema}.now()) AND state IN ('ready', 'sleeping'))
+       EXISTS (SELECT 1 FROM {schema}.run WHERE expires_at <= (SELECT {schema}.now()) AND state IN ('ready', 'sleeping')),
+       EXISTS (SELECT 1 FROM {schema}.op_ledger WHERE state <> 'uncertain' AND waiting <> '{}')
 
 -- name: run_for_report :maybe
 -- Read what the result backend and callbacks of a terminal run need.

@@ -201,6 +201,12 @@ def wake(conn: Connection, run: int, *, deliver_seconds: float) -> bool:
     return sql.maybe(conn, "wake_run", run=run, deliver=timedelta(seconds=deliver_seconds)) is not None
 
 
+def release(conn: Connection, run: int, *, reason: Reason, deliver_seconds: float) -> bool:
+    """Make a locked run that is quarantined for a reason ready; False when it is not, or for another one."""
+    deliver = timedelta(seconds=deliver_seconds)
+    return sql.maybe(conn, "release_run", run=run, reason=reason, deliver=deliver) is not None
+
+
 def wake_due(conn: Connection, *, limit: int, deliver_seconds: float) -> int:
     """Make due sleeping and retrying runs ready; return how many."""
     return len(sql.many(conn, "wake_due_runs", limit=limit, deliver=timedelta(seconds=deliver_seconds)))
@@ -367,10 +373,10 @@ def count_by_state(conn: Connection) -> dict[str, int]:
     return dict(sql.many(conn, "count_by_state"))
 
 
-def due_work(conn: Connection) -> tuple[bool, bool, bool, bool, bool, bool]:
-    """Say which duties have work: outbox, timers, take-over, router, redispatch, expiry."""
-    outbox, timers, lost_runs, facts, hints, expiry = sql.one(conn, "due_work")
-    return outbox, timers, lost_runs, facts, hints, expiry
+def due_work(conn: Connection) -> tuple[bool, bool, bool, bool, bool, bool, bool]:
+    """Say which duties have work: outbox, timers, take-over, router, redispatch, expiry, release."""
+    outbox, timers, lost_runs, facts, hints, expiry, release = sql.one(conn, "due_work")
+    return outbox, timers, lost_runs, facts, hints, expiry, release
 
 
 def for_report(conn: Connection, run: int) -> FinishedRun | None:
