@@ -24,6 +24,14 @@ class DeclinedError(Exception):
     """A business failure of these tests."""
 
 
+class RefusedError(Exception):
+    """Has a constructor that cannot be called with what is kept of it."""
+
+    def __init__(self, order: int, *, code: str) -> None:
+        self.order, self.code = order, code
+        super().__init__(f"order {order} is refused: {code}")
+
+
 @pytest.fixture
 def engine(database: Database, settings: Settings) -> Iterator[Engine]:
     engine = Engine(database, settings)
@@ -112,6 +120,50 @@ def test_a_recorded_failure_is_raised_alike_on_first_pass_and_replay(engine: Eng
     assert isinstance(outcome, Finished)
     assert outcome.value == "compensated"
     assert caught == [(DeclinedError, "card")] * 2
+
+
+def test_what_a_body_catches_is_the_same_on_first_pass_and_replay_with_cause_and_members(
+    engine: Engine, clock: Clock
+) -> None:
+    seen: list[object] = []
+
+    def refuse() -> None:
+        try:
+            raise OSError(111, "Connection refused")
+        except OSError as error:
+            raise RefusedError(7, code="E1") from error
+
+    def many() -> None:
+        raise ExceptionGroup("lines", [DeclinedError("a"), RefusedError(8, code="E2")])
+
+    @engine.task("t", raises=(DeclinedError, RefusedError))
+    def body(ctx: TaskContext) -> None:
+        try:
+            ctx.step.run("refuse", refuse)
+        except RefusedError as error:
+            seen.append((str(error), error.order, error.code, repr(error.__cause__)))
+        try:
+            ctx.step.run("many", many)
+        except* RefusedError as group:
+            seen.append([(str(error), error.code) for error in group.exceptions if isinstance(error, RefusedError)])
+        except* DeclinedError as group:
+            seen.append([str(error) for error in group.exceptions])
+        ctx.step.sleep("nap", timedelta(minutes=1))
+
+    run_id, _ = engine.run("t")
+    first = list(seen)
+    clock.advance(seconds=61)
+    engine.timers()
+    outcome = engine.process().deliver(run_id, "t")
+
+    assert isinstance(outcome, Finished)
+    assert outcome.state is RunState.SUCCEEDED
+    assert first == [
+        ("order 7 is refused: E1", 7, "E1", "ConnectionRefusedError(111, 'Connection refused')"),
+        [("order 8 is refused: E2", "E2")],
+        ["a"],
+    ]
+    assert seen == first * 2
 
 
 def test_an_exception_class_that_nobody_registered_comes_as_step_failed(engine: Engine) -> None:
