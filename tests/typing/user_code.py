@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, assert_type
 from uuid import UUID
 
 from celery import Celery
 from pydantic import BaseModel
 
-from umt_durable import AsyncTaskContext, Durable, History, RetryPolicy, Run, TaskContext, current_context
+from umt_durable import (
+    AsyncTaskContext,
+    Done,
+    Durable,
+    History,
+    NotDone,
+    Op,
+    OpInfo,
+    Policy,
+    RetryPolicy,
+    Run,
+    TaskContext,
+    current_context,
+)
 from umt_durable.states import RunState
 
 if TYPE_CHECKING:
@@ -34,10 +48,25 @@ def charge(order: Order, *, currency: str = "EUR") -> str:
     return f"{order.number} {currency} {current_context().idempotency_key}"
 
 
+def ship(order: Order, info: OpInfo) -> int:
+    return info.turn + order.pieces
+
+
+def find(info: OpInfo) -> Done[int] | NotDone:
+    return NotDone() if info.resumed else Done(3)
+
+
+def keep(tx: Session, label: int) -> None:
+    tx.flush()
+
+
 @durable.task(name="shop.fulfil", version=2, retry=RetryPolicy.NETWORK, raises=[ValueError], queue="orders")
 def fulfil(ctx: TaskContext, order: Order, note: str = "") -> Receipt:
     paid = ctx.step.run("charge", charge, order, currency="USD")
     assert_type(paid, str)
+    label = ctx.step.effect(f"ship:{order.number}", partial(ship, order), reconcile=find, commit=keep)
+    assert_type(label, int)
+    ctx.step.effect("pay", lambda info: info.idempotency_key, policy=Policy.IDEMPOTENT_KEY, not_applied=[OSError])
     ctx.step.sleep("cooling-off", timedelta(days=2))
     fact = ctx.step.wait_for_fact("approved", timeout=timedelta(days=14))
     return Receipt(text=f"{paid} {note} {fact.payload['by']}")
@@ -80,6 +109,7 @@ def use(session: Session, order: Order) -> None:
     fulfil.enqueue(order, note="gift")
     fulfil.enqueue(order, conn=session, idempotency_key=order.number, ref=order.number, attributes={"vip": True})
     fulfil.enqueue(order, idempotency_key=order.number, idempotency_ttl=60.0)
+    fulfil.enqueue(order, idempotency_key="k", idempotency_ttl=timedelta(days=1), idempotency_policy="reject")
     fulfil.enqueue(order, ref="A-17")
     fulfil.apply_async((order,), countdown=3, priority=9)
     print(first.id, fulfil.name, fulfil.s(order), fulfil.si(order, "gift"), bare.delay(), called.si(3))
@@ -93,6 +123,8 @@ def look(run_id: str) -> None:
     assert_type(run, Run)
     assert_type(durable.list(task="shop.fulfil", states=["failed", RunState.READY], limit=10), list[Run])
     assert_type(durable.history(run_id), History)
+    assert_type(durable.ops.list(states=["uncertain"]), list[Op])
+    assert_type(durable.ops.resolve("ship:A-17", done=3, actor="ann"), Op)
     assert_type(durable.signal(run_id, "approved", {"by": "ann"}, actor="ann"), UUID)
     assert_type(durable.emit("paid", "A-17", dedupe="1"), UUID)
     assert_type(durable.cancel(run_id, reason="asked"), UUID)

@@ -19,6 +19,8 @@ def fulfil(ctx: TaskContext, order: str, pieces: int = 1) -> str:
     ctx.step.run("charge", charge, order)  # expect: call-overload
     ctx.step.runs("charge", charge, pieces)  # expect: attr-defined
     count: int = ctx.step.run("charge", charge, pieces)  # expect: assignment
+    ctx.step.effect("ship", charge)  # expect: arg-type
+    ctx.step.effect("ship", lambda info: 1, policy="park")  # expect: arg-type
     return ctx.step.run("charge", charge, count)
 
 
