@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from umt_durable.engine.client import History
     from umt_durable.engine.context import TaskContext, current_context
     from umt_durable.engine.effects import Done, NotDone, OpInfo, Policy, Unknown, with_attempt_token
+    from umt_durable.engine.parallel import ItemFailure
     from umt_durable.engine.registry import TaskDefinition, TaskRegistry
     from umt_durable.engine.retry import RetryAfter, RetryPolicy
-    from umt_durable.engine.waiting import Fact
+    from umt_durable.engine.waitables import Fact, FactAddress, FactWait, PollPolicy, Timer
     from umt_durable.errors import (
         AutocommitError,
         BrokerUnavailableError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         DurableError,
         EmbeddedError,
         EncodingError,
+        FactPayloadError,
         FactTimeoutError,
         FencingError,
         IdempotencyConflictError,
@@ -76,11 +78,15 @@ __all__ = [
     "EmbeddedError",
     "EncodingError",
     "Fact",
+    "FactAddress",
+    "FactPayloadError",
     "FactTimeoutError",
+    "FactWait",
     "FencingError",
     "History",
     "IdempotencyConflictError",
     "InputError",
+    "ItemFailure",
     "NonDeterminismError",
     "NonRetryableError",
     "NotAppliedError",
@@ -95,6 +101,7 @@ __all__ = [
     "OutboxEvent",
     "OutboxRelay",
     "Policy",
+    "PollPolicy",
     "RetryAfter",
     "RetryPolicy",
     "Run",
@@ -107,6 +114,7 @@ __all__ = [
     "TaskDefinition",
     "TaskEngine",
     "TaskRegistry",
+    "Timer",
     "UncertainOpError",
     "Unknown",
     "UnknownEventError",
@@ -132,9 +140,10 @@ _HOMES: Final = {
     "engine.client": ("History",),
     "engine.context": ("TaskContext", "current_context"),
     "engine.effects": ("Done", "NotDone", "OpInfo", "Policy", "Unknown", "with_attempt_token"),
+    "engine.parallel": ("ItemFailure",),
     "engine.registry": ("TaskDefinition", "TaskRegistry"),
     "engine.retry": ("RetryAfter", "RetryPolicy"),
-    "engine.waiting": ("Fact",),
+    "engine.waitables": ("Fact", "FactAddress", "FactWait", "PollPolicy", "Timer"),
     "migrate": ("migrate_engine_schema",),
     "records": ("Op", "OutboxEvent", "Run"),
     "settings": ("Settings",),

@@ -11,7 +11,8 @@
     ├── InputError                    the arguments of a run are refused, naming each field
     ├── EncodingError                 a value cannot be stored and given back unchanged
     ├── DecodingError                 a stored value cannot be read
-    │   └── JournalCorruptError       a stored result does not match its digest
+    │   ├── JournalCorruptError       a stored result does not match its digest
+    │   └── FactPayloadError          a fact does not fit the type its wait asks for
     ├── AutocommitError               a caller's connection has no transaction to join
     ├── UnknownTaskError
     ├── UnknownRunError
@@ -111,6 +112,15 @@ class DecodingError(DurableError):
 
 class JournalCorruptError(DecodingError):
     """A recorded result does not match the digest that was stored with it."""
+
+
+class FactPayloadError(DecodingError):
+    """The fact that settled a wait does not fit the type the wait asks for; it stays the outcome of that wait."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
+        self.reason = reason
+        super().__init__(f"the fact {name!r} settled its wait, but not with a payload of the type asked for: {reason}")
 
 
 class AutocommitError(DurableError):

@@ -64,6 +64,8 @@ NAMES: Final[tuple[str, ...]] = (
     "step.commit.b",
     "step.commit.a",
     "step.commit.r",
+    "items.commit.b",
+    "items.commit.a",
     "txstep.user_sql.a",
     "txstep.commit.b",
     "txstep.commit.a",

@@ -142,7 +142,12 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class WaitEntry:
-    """One wait of a run, with the payload that settled it. `due`: its deadline has passed by the database clock."""
+    """One wait of a run, with the payload that settled it.
+
+    Shape: `due` says that its deadline has passed by the database clock, `age_seconds` is the time from its
+    registration to the read. A group has `need`, the number of parts that settle it; each part names its group in
+    `part_of`. `announced` is false while an address is still to be handed out.
+    """
 
     key: str
     seq: int
@@ -156,6 +161,10 @@ class WaitEntry:
     due: bool
     created_at: datetime | None = None
     settled_at: datetime | None = None
+    part_of: str | None = None
+    need: int | None = None
+    announced: bool = True
+    age_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,8 @@ class StepKind(StrEnum):
     RUN = "run"
     SLEEP = "sleep"
     TRANSACTION = "transaction"
+    ITEM = "item"  # of a map
+    BRANCH = "branch"  # of a parallel step
     VALUE = "value"  # now, uuid, random
     EFFECT = "effect"
 

@@ -53,6 +53,7 @@ class Counter(StrEnum):
     DISPATCHED_EVENT = "dispatched_event"
     ROUTED_FACT = "routed_fact"
     RESCAN_HIT = "rescan_hit"
+    CONTRADICTING_FACT = "contradicting_fact"
     WOKEN_RUN = "woken_run"
     NONDETERMINISM = "nondeterminism"
     ORPHAN_STEP = "orphan_step"
@@ -94,6 +95,7 @@ MEANINGS: Final[Mapping[Counter, str]] = MappingProxyType(
         Counter.DISPATCHED_EVENT: "the run of a user's event was committed together with its dispatch",
         Counter.ROUTED_FACT: "a fact was matched to the waits of its address",
         Counter.RESCAN_HIT: "a wait and its fact were found unmatched by the re-scan; each is a defect",
+        Counter.CONTRADICTING_FACT: "a second fact with another payload came where a wait had taken the first",
         Counter.WOKEN_RUN: "a parked run became ready",
         Counter.NONDETERMINISM: "a replay asked for another step than was recorded",
         Counter.ORPHAN_STEP: "a recorded step was not asked for by the pass that finished the run",

@@ -158,10 +158,14 @@ CREATE TABLE {schema}.wait (
     payload    bytea,
     created_at timestamptz NOT NULL DEFAULT {schema}.now(),
     settled_at timestamptz,
+    part_of    text,
+    need       int,
+    announced  boolean NOT NULL DEFAULT true,
     CONSTRAINT wait_pkey PRIMARY KEY (run, key),
     CONSTRAINT wait_settled_once CHECK ((state = 'pending') = (settled_at IS NULL))
 );
 CREATE INDEX wait_pending ON {schema}.wait (address) WHERE state = 'pending';
+CREATE INDEX wait_parts ON {schema}.wait (run, part_of) WHERE part_of IS NOT NULL;
 
 CREATE TABLE {schema}.fact (
     id        uuid CONSTRAINT fact_pkey PRIMARY KEY,

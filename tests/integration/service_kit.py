@@ -128,7 +128,8 @@ def register_locked(guard: Guard, key: str, address: str, *, timeout: float | No
     assert waits.register(guard, key=key, seq=0, name=key, address=address, mode=mode, timeout=limit) is False
     of_run = address.startswith('["run"')
     fact = facts.look_for(guard.conn, address, run=guard.token.run, of_run=of_run, mode=mode)
-    return fact is not None and waits.settle(guard.conn, guard.token.run, key, state=WaitState.SATISFIED, fact=fact)
+    settled = fact and waits.settle(guard.conn, guard.token.run, key, state=WaitState.SATISFIED, fact=fact)
+    return settled is True
 
 
 def waiting(

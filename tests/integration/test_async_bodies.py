@@ -240,6 +240,6 @@ def test_a_body_that_exits_the_process_in_a_task_does_not_end_the_loop(engine: E
 
 
 def test_every_step_can_be_awaited() -> None:
-    names = {name for name in vars(Steps) if not name.startswith("_")}
+    names = {name for name in dir(Steps) if not name.startswith("_")}
 
-    assert {name for name in vars(AsyncSteps) if not name.startswith("_")} == names
+    assert {name for name in dir(AsyncSteps) if not name.startswith("_")} == names

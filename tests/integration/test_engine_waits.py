@@ -107,7 +107,7 @@ def test_a_fact_before_the_wait_and_one_after_it_both_end_it(engine: Engine) -> 
     assert (first.value, second.value) == ({"by": "ann"}, {"by": "bob"})
 
 
-def test_i9_a_time_out_is_recorded_and_a_late_fact_does_not_change_it(engine: Engine, clock: Clock) -> None:
+def test_i9_d13_a_time_out_is_recorded_and_a_late_fact_does_not_change_it(engine: Engine, clock: Clock) -> None:
     outcomes: list[str] = []
 
     @engine.task("t")
@@ -133,7 +133,7 @@ def test_i9_a_time_out_is_recorded_and_a_late_fact_does_not_change_it(engine: En
     assert outcomes == ["timeout", "timeout"]
 
 
-def test_a_check_that_is_true_ends_the_wait_and_is_recorded(engine: Engine, clock: Clock) -> None:
+def test_d13_a_check_that_is_true_ends_the_wait_and_is_recorded(engine: Engine, clock: Clock) -> None:
     answers = iter([None, {"row": 7}])
     asked: list[int] = []
 

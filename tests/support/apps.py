@@ -99,6 +99,8 @@ class Tasks:
     shipping: Any
     sleeper: Any
     waiter: Any
+    picker: Any
+    forker: Any
     flaky_step: Any
     flaky_run: Any
     broken: Any
@@ -181,8 +183,40 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
         "shipping": shipping,
         "sleeper": sleeper,
         "waiter": waiter,
+        **_parallel_tasks(durable),
         **_failing_tasks(durable),
     }
+
+
+def _parallel_tasks(durable: Durable) -> dict[str, Any]:
+    @durable.task(name="tests.picker", version=1)
+    def picker(ctx: TaskContext, items: int, gate_item: int = -1, gate: str = "", concurrency: int = 4) -> list[int]:
+        def pick(item: int) -> int:
+            return log_and_pass(f"item-{item}", item, gate if item == gate_item else "")
+
+        return ctx.step.map("pick", pick, range(items), key=int, concurrency=concurrency)
+
+    @durable.task(name="tests.forker", version=1)
+    def forker(ctx: TaskContext, seconds: float, gate: str = "") -> dict[str, Any]:
+        def steps() -> list[int]:
+            numbers = range(1, 4)
+            return [
+                ctx.step.run("one", log_and_pass, f"step-{number}", number, gate if number == 2 else "")
+                for number in numbers
+            ]
+
+        def sleeps() -> int:
+            ctx.step.run("before", log_and_pass, "before", 0)
+            ctx.step.sleep("nap", timedelta(seconds=seconds))
+            return ctx.step.run("after", log_and_pass, "after", 4)
+
+        def waits() -> Any:
+            found = ctx.step.wait_for_fact("go", timeout=timedelta(hours=1)).payload
+            return ctx.step.run("went", log_and_pass, "went", found)
+
+        return ctx.step.parallel({"steps": steps, "sleeps": sleeps, "waits": waits})
+
+    return {"picker": picker, "forker": forker}
 
 
 def _failing_tasks(durable: Durable) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -202,6 +203,29 @@ def take_over(engine: Engine, clock: Clock) -> None:
     clock.advance(seconds=engine.settings.lease_seconds + 1)
     engine.sweep()
     clock.advance(seconds=1)
+
+
+@contextmanager
+def dying_at(name: str, nth: int = 1) -> Iterator[None]:
+    """Have who comes to a fail point for the nth time be left by an exception that nothing handles, as if killed."""
+    seen: list[str] = []
+
+    def die(reached: str) -> None:
+        if reached == name:
+            seen.append(reached)
+            if len(seen) == nth:
+                raise KeyboardInterrupt
+
+    # Those modules that take the function itself hold the one of when they were imported.
+    modules = [module for path, module in list(sys.modules.items()) if path.startswith("umt_durable")]
+    before = [(module, module.point) for module in modules if hasattr(module, "point")]
+    for module, _ in before:
+        module.point = die  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, point in before:
+            module.point = point  # type: ignore[attr-defined]
 
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, assert_type
+from typing import TYPE_CHECKING, Any, assert_type
 from uuid import UUID
 
 from celery import Celery
@@ -15,14 +15,19 @@ from umt_durable import (
     AsyncTaskContext,
     Done,
     Durable,
+    Fact,
+    FactWait,
     History,
+    ItemFailure,
     NotDone,
     Op,
     OpInfo,
     Policy,
+    PollPolicy,
     RetryPolicy,
     Run,
     TaskContext,
+    Timer,
     current_context,
 )
 from umt_durable.states import RunState
@@ -82,6 +87,9 @@ async def later(ctx: AsyncTaskContext, order: Order, note: str = "") -> Receipt:
     assert_type(await ctx.step.options(preemptible=True).run("plain", charge, order), str)
     await ctx.step.sleep("cooling-off", timedelta(days=2))
     assert_type(await ctx.uuid(), UUID)
+    assert_type(await ctx.step.map("charge", charge_async, [order], key=lambda order: order.number), list[str])
+    assert_type(await ctx.step.wait_for_fact("receipt", type=Receipt), Fact[Receipt])
+    assert_type(await ctx.step.wait_all(["a", "b"]), list[Fact[Any]])
     return Receipt(text=note)
 
 
@@ -91,6 +99,37 @@ async def use_async(session: AsyncSession, order: Order) -> None:
     await later.aenqueue(order, conn=session, idempotency_key=order.number)
     assert_type(await durable.aget("r"), Run)
     assert_type(await durable.asignal("r", "approved", conn=session), UUID)
+
+
+def label(order: Order) -> UUID:
+    return UUID(int=order.pieces)
+
+
+@durable.task(name="shop.parallel")
+def parallel(ctx: TaskContext, orders: list[Order]) -> int:
+    labels = ctx.step.map("label", label, orders, key=lambda order: order.number)
+    assert_type(labels, list[UUID])
+    found = ctx.step.map("label", label, orders, key=lambda order: order.number, concurrency=4, on_error="collect")
+    assert_type(found, list[UUID | ItemFailure])
+    assert_type(ctx.step.parallel({"a": lambda: 1, "b": lambda: 2}), dict[str, int])
+    mixed = ctx.step.parallel(
+        {"a": (label, orders[0]), "b": lambda: ctx.step.run("b", label, orders[0])}, concurrency=2
+    )
+    assert_type(mixed, dict[str, Any])
+    return len(labels)
+
+
+@durable.task(name="shop.waits")
+def waits(ctx: TaskContext) -> str:
+    receipt = ctx.step.wait_for_fact("receipt", type=Receipt, on_created=lambda address: print(address.run_id))
+    assert_type(receipt, Fact[Receipt])
+    won = ctx.step.wait_any({"paid": FactWait("paid", key="A-17"), "gone": "gone", "late": timedelta(days=1)})
+    assert_type(won, Fact[Any])
+    assert_type(ctx.step.wait_all({"a": "a", "b": Timer(timedelta(hours=1))}), dict[str, Fact[Any]])
+    assert_type(ctx.step.wait_all(["a", "b"]), list[Fact[Any]])
+    assert_type(ctx.step.wait_quorum(2, ["a", "b", "c"], timeout=timedelta(days=1)), list[Fact[Any]])
+    row: Fact = ctx.step.wait_for_fact("row", check=lambda: True, poll=PollPolicy(maximum=timedelta(minutes=1)))
+    return receipt.payload.text + str(won.label) + row.source
 
 
 @durable.task

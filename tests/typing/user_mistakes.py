@@ -24,6 +24,16 @@ def fulfil(ctx: TaskContext, order: str, pieces: int = 1) -> str:
     return ctx.step.run("charge", charge, count)
 
 
+@durable.task(name="shop.parallel")
+def parallel(ctx: TaskContext, amounts: list[int]) -> list[str]:
+    ctx.step.map("charge", charge, ["1"], key=str)  # expect: arg-type
+    ctx.step.map("charge", charge, amounts)  # expect: call-overload
+    ctx.step.map("charge", charge, amounts, key=str, on_error="ignore")  # expect: call-overload
+    ctx.step.wait_any({"paid": 7})  # expect: dict-item
+    number: int = ctx.step.wait_for_fact("paid", type=str).payload  # expect: assignment
+    return ctx.step.map("charge", charge, [number], key=str, on_error="collect")  # expect: return-value
+
+
 @durable.task(name="shop.nothing")  # expect: arg-type
 def without_context(order: str) -> str:
     return order

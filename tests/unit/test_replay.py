@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umt_durable.engine.replay import MAX_KEY_BYTES, Journal, KeyMaker, StepKey
+from umt_durable.engine.replay import MAX_KEY_BYTES, Journal, KeyMaker, StepKey, branches_of, item_key
 from umt_durable.errors import DecodingError, DefinitionError, JournalCorruptError, NonDeterminismError
 from umt_durable.records import StepEntry
 from umt_durable.states import StepKind, StepState
@@ -47,7 +47,8 @@ def entry(
         (StepKey("charge", ""), "charge[]"),
         (StepKey("charge#2"), "charge\\#2"),
         (StepKey("a[b]"), "a\\[b]"),
-        (StepKey("a\\", "]"), "a\\\\[]]"),
+        (StepKey("a\\", "]"), "a\\\\[\\]]"),
+        (StepKey("a", "]/b[c"), "a[\\]/b[c]"),
     ],
 )
 def test_a_key_is_written_and_read(key: StepKey, text: str) -> None:
@@ -131,6 +132,34 @@ def test_of_two_threads_with_one_key_exactly_one_gets_it() -> None:
         taken = list(threads.map(take, range(2_000)))
 
     assert sum(taken) == 500
+
+
+@given(KEYS, NAMES, KEYS)
+def test_nothing_outside_a_branch_is_written_like_what_is_done_in_it(
+    outer: StepKey, label: str, inner: StepKey
+) -> None:
+    prefix = f"{item_key(outer.text, label)}/"
+    text = prefix + inner.text
+
+    assert prefix in branches_of(text)
+    with pytest.raises(DecodingError):
+        StepKey.parse(text)
+
+
+def test_items_of_one_key_are_refused_together() -> None:
+    keys = KeyMaker()
+
+    with pytest.raises(DefinitionError, match="'1' comes twice"):
+        keys.items("pick", "pick", [1, 2, "1"])
+    assert keys.items("pick", "pick", [1, 2]) == ["pick[1]", "pick[2]"]
+
+
+def test_what_a_branch_did_that_has_been_asked_for_is_no_orphan() -> None:
+    journal = Journal([entry("fan[a]", 1), entry("fan[a]/step", 2), entry("fan[b]/step", 3)])
+
+    journal.lookup("fan[a]", StepKind.RUN, None)
+
+    assert [left.key for left in journal.orphans()] == ["fan[b]/step"]
 
 
 def test_a_recorded_step_is_found_and_a_new_one_is_not() -> None:

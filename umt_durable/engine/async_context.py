@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from umt_durable.engine.context import RunContext
 from umt_durable.engine.loops import in_owner
+from umt_durable.engine.parallel import ItemFailure
+from umt_durable.engine.parallelsteps import Call, Key
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.steps import Steps
+from umt_durable.engine.waitables import Fact, Waitable
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
+V = TypeVar("V")
 
 
 def _awaited(
@@ -34,7 +39,8 @@ def _awaited(
 class AsyncSteps:
     """The vocabulary of an async durable body: `Steps`, each to be awaited.
 
-    They are done one after the other, also those that are awaited together by `asyncio.gather`.
+    They are done one after the other, also those that are awaited together by `asyncio.gather`; `parallel` and `map`
+    are what does several at a time.
     """
 
     def __init__(self, the_pass: Pass, steps: Steps) -> None:
@@ -61,7 +67,86 @@ class AsyncSteps:
     effect = _awaited(Steps.effect)
     sleep = _awaited(Steps.sleep)
     sleep_until = _awaited(Steps.sleep_until)
-    wait_for_fact = _awaited(Steps.wait_for_fact)
+    wait_any = _awaited(Steps.wait_any)
+    wait_quorum = _awaited(Steps.wait_quorum)
+
+    @overload
+    async def wait_for_fact(self, name: str, *, type: type[V], **options: Any) -> Fact[V]: ...
+    @overload
+    async def wait_for_fact(self, name: str, **options: Any) -> Fact[Any]: ...
+    async def wait_for_fact(self, name: str, **options: Any) -> Fact[Any]:
+        """Park the run until a fact; the options are those of `Steps.wait_for_fact`."""
+        return await self._do(lambda: self._steps.wait_for_fact(name, **options))
+
+    @overload
+    async def wait_all(self, waits: Mapping[str, Waitable], **options: Any) -> dict[str, Fact[Any]]: ...
+    @overload
+    async def wait_all(self, waits: Sequence[Waitable], **options: Any) -> list[Fact[Any]]: ...
+    async def wait_all(self, waits: Any, **options: Any) -> Any:
+        """Park the run until all of several facts and timers have come; see `Steps.wait_all`."""
+        return await self._do(lambda: self._steps.wait_all(waits, **options))
+
+    @overload
+    async def map(
+        self,
+        name: str,
+        fn: Callable[[T], Coroutine[Any, Any, R]],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["fail"] = "fail",
+    ) -> list[R]: ...
+    @overload
+    async def map(
+        self,
+        name: str,
+        fn: Callable[[T], Coroutine[Any, Any, R]],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["collect"],
+    ) -> list[R | ItemFailure]: ...
+    @overload
+    async def map(
+        self,
+        name: str,
+        fn: Callable[[T], R],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["fail"] = "fail",
+    ) -> list[R]: ...
+    @overload
+    async def map(
+        self,
+        name: str,
+        fn: Callable[[T], R],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["collect"],
+    ) -> list[R | ItemFailure]: ...
+    async def map(self, name: str, fn: Callable[[T], Any], items: Iterable[T], **options: Any) -> list[Any]:
+        """Execute a function or coroutine function for each item; see `Steps.map`."""
+        return await self._do(lambda: self._steps.map(name, fn, items, **options))
+
+    @overload
+    async def parallel(
+        self,
+        branches: Mapping[str, Callable[[], Coroutine[Any, Any, R]]],
+        *,
+        name: str = ...,
+        concurrency: int | None = ...,
+    ) -> dict[str, R]: ...
+    @overload
+    async def parallel(self, branches: Mapping[str, Call], **options: Any) -> dict[str, Any]: ...
+    async def parallel(self, branches: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """Execute several branches of the body, each a coroutine function that awaits steps; see `Steps.parallel`."""
+        return await self._do(lambda: self._steps.parallel(branches, **options))
 
     async def value(self, name: str, make: Callable[[], R], annotation: Any) -> R:
         """Record a value made by the engine itself, such as the time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 from uuid import UUID
@@ -252,6 +252,20 @@ class Attempt:
             self._proof = None
         else:
             self._proof = None if reply else sent
+        self._explicit = False
+
+    def commit_many(self, outcomes: Sequence[journal.Written]) -> None:
+        """Commit the outcomes of several steps by one fenced statement; see `commit`.
+
+        Errors: Abandoned when the grant had ended: nothing was written.
+        """
+        sent, reply = self._ask(lambda guard: journal.commit_many(guard, outcomes))
+        written = set() if reply is None else set(reply[1])
+        left = [one.entry.key for one in outcomes if one.entry.key not in written]
+        if left and len(self.read(lambda guard: journal.look_many(guard, left))) < len(left):
+            telemetry.count(telemetry.Counter.FENCED_WRITE)
+            raise Abandoned("the outcomes of steps were refused: the grant of this run has ended", fenced=True)
+        self._proof = None if left or reply is None or reply[0] else sent
         self._explicit = False
 
     def end(self, work: Callable[[Guard], T], *, ended_as: tuple[AttemptOutcome, ...]) -> T | None:

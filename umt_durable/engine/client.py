@@ -14,7 +14,7 @@ from umt_durable.database import Connection, Database
 from umt_durable.engine import failures
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.ops import Ops
-from umt_durable.engine.waiting import check_name
+from umt_durable.engine.waitables import check_name
 from umt_durable.errors import DefinitionError, IdempotencyConflictError, RunExistsError, UnknownRunError
 from umt_durable.failpoints import point
 from umt_durable.records import AttemptRecord, Enqueued, NewRun, Run, StepEntry, WaitEntry

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from datetime import datetime, timedelta
 from typing import Any, NoReturn
 
 from umt_durable import telemetry, tracing
 from umt_durable.database import Database
 from umt_durable.engine.attempt import Attempt, exit_for
-from umt_durable.engine.exits import Canceled, Exit, Suspended
+from umt_durable.engine.branch import Blocked, Branch
+from umt_durable.engine.exits import Abandoned, Canceled, Exit, Replaced, Suspended
 from umt_durable.engine.failures import ExceptionRegistry
-from umt_durable.engine.replay import Journal, KeyMaker
+from umt_durable.engine.replay import Journal, KeyMaker, branches_of
 from umt_durable.engine.reporting import Reporter
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import DurableError
@@ -20,7 +24,7 @@ from umt_durable.failpoints import point
 from umt_durable.records import StepEntry, WaitEntry
 from umt_durable.session import Binding
 from umt_durable.states import AttemptOutcome, RunState
-from umt_durable.store import runs, waits
+from umt_durable.store import journal, runs, waits
 from umt_durable.store import settings as store_settings
 from umt_durable.store.guard import Guard
 
@@ -29,6 +33,8 @@ LONGEST = timedelta(days=36_500)
 
 IN_PROCESS_SECONDS = 2.0
 """Shorter sleeps and back-offs hold the worker instead of parking the run: parking costs more."""
+
+_here: ContextVar[tuple[Pass, Branch] | None] = ContextVar("umt_durable.branch", default=None)
 
 
 class Pass:
@@ -66,14 +72,30 @@ class Pass:
         self.input = input
         self.bindings = bindings
         self.op_namespace = op_namespace
-        self.keys = KeyMaker()
         self.journal = Journal(entries)
         self.waits = {entry.key: entry for entry in wait_entries}
-        self._unseen = {entry.key for entry in entries} | set(self.waits)
+        self._body = Branch()
+        self._unseen: defaultdict[str, set[str]] = defaultdict(set)
+        self._expect([entry.key for entry in entries] + list(self.waits))
         seqs = [entry.seq for entry in entries] + [entry.seq for entry in wait_entries]
-        self._seq = max(seqs, default=0)
+        self._seqs = itertools.count(max(seqs, default=0) + 1)
         self._exit: Exit | None = None
         self._fatal: DurableError | None = None
+
+    @property
+    def branch(self) -> Branch:
+        """Where this code is executed: in the body itself, or in a branch of it."""
+        here = _here.get()
+        return here[1] if here is not None and here[0] is self else self._body
+
+    @property
+    def keys(self) -> KeyMaker:
+        """What gives the calls made here their keys."""
+        return self.branch.keys
+
+    def within(self, branch: Branch) -> None:
+        """Have this context execute a branch from now on."""
+        _here.set((self, branch))
 
     @property
     def exit(self) -> Exit | None:
@@ -86,25 +108,35 @@ class Pass:
         return self._fatal
 
     @property
+    def is_left(self) -> bool:
+        """Whether no branch may go on any more."""
+        return self._exit is not None or self._fatal is not None
+
+    @property
     def is_replaying(self) -> bool:
-        """Whether recorded steps lie ahead."""
-        return bool(self._unseen)
+        """Whether recorded steps lie ahead, of the branch that asks."""
+        return bool(self._unseen.get(self.branch.prefix))
 
     def next_seq(self) -> int:
         """Return the place of a new journal entry in its run."""
-        self._seq += 1
-        return self._seq
+        return next(self._seqs)
 
     def saw(self, key: str) -> None:
-        """Note that the body has come to a recorded entry."""
-        self._unseen.discard(key)
+        """Note that the body has come to a recorded entry; what a branch did is behind it with the branch itself."""
+        places = ["", *branches_of(key)]
+        for inner in (key, *self._unseen.pop(f"{key}/", ())):
+            for place in places:
+                if place in self._unseen:
+                    self._unseen[place].discard(inner)
+
+    def _expect(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            for place in ("", *branches_of(key)):
+                self._unseen[place].add(key)
 
     def check(self) -> None:
         """Leave the body again if it was left before, or if it was asked to stop."""
-        if self._exit is not None:
-            raise self._exit
-        if self._fatal is not None:
-            raise self._fatal
+        self.check_left()
         if self.attempt.running() is not None:
             raise DurableError("a step's body cannot call the context's steps: call them from the task's body")
         if self.attempt.must_stop():
@@ -118,9 +150,27 @@ class Pass:
             {"run_id": self.run_id, "kind": str(kind), "attempt": attempt, "try": tries + 1, "replayed": replayed},
         )
 
+    def check_left(self) -> None:
+        """Leave the body again if it was left before, or its branch was."""
+        parked = self.branch.exit
+        if parked is not None:
+            raise parked
+        if self._exit is not None:
+            raise self._exit
+        if self._fatal is not None:
+            raise self._fatal
+
     def leave(self, how: Exit) -> NoReturn:
-        """Leave the body, for good."""
-        self._exit = how
+        """Leave the body, for good. A branch that parks leaves alone; any other exit is that of all branches."""
+        branch = self.branch
+        if branch is self._body:
+            self._exit = how
+        elif isinstance(how, Suspended):
+            branch.exit = how
+        elif self._exit is None:
+            self._exit = how
+            if not isinstance(how, Replaced):
+                self.attempt.abort(_reason(how))
         raise how
 
     def condemn(self, error: DurableError) -> NoReturn:
@@ -143,10 +193,14 @@ class Pass:
     ) -> None:
         """Park the run and leave the body; return only when a wait was settled meanwhile, so that the body can go on.
 
-        The interim state is stored before the commit that makes a wake-up possible, on a fresh proof: stored later, it
-        could hide the outcome of a faster next attempt.
+        A branch only says what it is blocked on: the run parks when all of them are. The interim state is stored before
+        the commit that makes a wake-up possible, on a fresh proof: stored later, it could hide the outcome of a faster
+        next attempt.
         """
-        attempt = self.attempt
+        attempt, branch = self.attempt, self.branch
+        if branch is not self._body:
+            branch.blocked = Blocked(state, until, tuple(steps), tuple(waits), poll)
+            self.leave(Suspended(state, until))
         attempt.prove()
         self.reporter.suspending(state, until)
         point("sleep.suspend.b")
@@ -160,6 +214,23 @@ class Pass:
         point("sleep.suspend.a")
         telemetry.count(telemetry.Counter.SUSPENDED_RUN)
         self.leave(Suspended(state, until))
+
+    def ripe(self, blocked: Blocked) -> list[str]:
+        """List the steps that are due and the waits that are due or settled, of those that a branch is blocked on."""
+        run, steps, keys = self.attempt.token.run, blocked.steps, blocked.waits
+        return self.attempt.read(lambda guard: runs.ripe(guard.conn, run, steps=steps, waits=keys))
+
+    def reread(self, keys: Sequence[str]) -> None:
+        """Read again what is recorded for some items or branches of a step, and for all that was done within them."""
+        run = self.attempt.token.run
+        steps = self.attempt.read(lambda guard: journal.read_under(guard.conn, run, keys))
+        found = self.attempt.read(lambda guard: waits.of_run(guard.conn, run))
+        for step in steps:
+            self.journal.add(step)
+        self.waits.update((entry.key, entry) for entry in found)
+        inner = {f"{key}/" for key in keys}
+        recorded = [entry.key for entry in steps] + [entry.key for entry in found]
+        self._expect(key for key in recorded if not inner.isdisjoint(branches_of(key)))
 
     def _park(self, state: RunState, steps: Sequence[str], keys: Sequence[str], poll: timedelta | None) -> bool:
         """Park under the run's lock, unless a wait was settled since this pass read it (RG-9)."""
@@ -181,3 +252,10 @@ class Pass:
         if reply == "cancel":
             self.leave(Canceled("cancelled"))
         return reply != "settled"
+
+
+def _reason(how: Exit) -> str:
+    """Return why the other branches are asked to stop."""
+    if isinstance(how, Canceled):
+        return "cancel"
+    return "lease_lost" if isinstance(how, Abandoned) else "shutdown"

@@ -22,6 +22,7 @@ from umt_durable.failpoints import point
 from umt_durable.records import StepEntry
 from umt_durable.states import RunState, StepKind, StepState
 from umt_durable.store import journal
+from umt_durable.store.guard import Guard
 
 R = TypeVar("R")
 
@@ -53,9 +54,13 @@ class Body:
 class Recorder:
     """Takes the calls of one pass to their places in the journal."""
 
-    def __init__(self, the_pass: Pass, options: StepOptions) -> None:
+    def __init__(
+        self, the_pass: Pass, options: StepOptions, *, keep: Callable[[journal.Written], None] | None = None
+    ) -> None:
+        """Record for a pass; `keep` takes the outcomes instead of a commit of their own."""
         self._pass = the_pass
         self._options = options
+        self._keep = keep or self._commit_one
 
     def identify(
         self, name: str, kind: StepKind, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -64,11 +69,25 @@ class Recorder:
         the_pass, key = self._pass, self._options.key
         the_pass.check()
         text = the_pass.keys.make(name, key)
+        return self.recall(text, name, kind, args, kwargs, is_keyed=key is not None)
+
+    def recall(
+        self,
+        text: str,
+        name: str,
+        kind: StepKind,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_keyed: bool,
+    ) -> tuple[journal.Entry, StepEntry | None]:
+        """Find what is recorded at a place in the journal; inputs of which no fingerprint can be made need a key."""
+        the_pass = self._pass
         fingerprint: bytes | None
         try:
             fingerprint = codec.fingerprint(args, kwargs)
         except EncodingError as error:
-            if key is None:
+            if not is_keyed:
                 raise EncodingError(
                     f"step {name!r}", error.path, f"{error.reason}; pass a key to tell its calls apart"
                 ) from None
@@ -79,7 +98,8 @@ class Recorder:
             recorded = the_pass.journal.lookup(text, kind, fingerprint)
         except (NonDeterminismError, JournalCorruptError) as error:
             the_pass.condemn(error)
-        the_pass.saw(text)
+        if kind is not StepKind.BRANCH or (recorded is not None and recorded.state is not StepState.STARTED):
+            the_pass.saw(text)  # what a branch did that has not ended still lies ahead
         if recorded is None:
             return journal.Entry(text, the_pass.next_seq(), kind, fingerprint), None
         return journal.Entry(text, recorded.seq, kind, fingerprint, recorded.failures), recorded
@@ -127,7 +147,7 @@ class Recorder:
                 the_pass.leave(how)
             finally:
                 the_pass.attempt.leave()
-            return value if body.commits else self._commit(entry, body, value)
+            return value if body.commits else self.commit(entry, body, value)
 
     def _reread(self, key: str) -> StepEntry:
         """Read one entry again, which this grant has recorded by a commit whose reply was lost."""
@@ -138,24 +158,31 @@ class Recorder:
     def _enter(self, entry: journal.Entry, *, explicit: bool) -> None:
         self.guarded(lambda: self._pass.attempt.enter(entry, explicit=explicit))
 
-    def _commit(self, entry: journal.Entry, body: Body, value: Any) -> Any:
+    def commit(self, entry: journal.Entry, body: Body, value: Any) -> Any:
+        """Record the value of a body; return it as it would be read back."""
         point("step.body.a")
         try:
             encoded, decoded = codec.round_trip(value, body.annotation, where=f"step {body.name!r}")
         except EncodingError as error:
             self.record_failure(entry, body.name, error)
         point("step.encode.a")
-        point("step.commit.b")
-        self.guarded(
-            lambda: self._pass.attempt.commit(
-                lambda guard: journal.commit(
-                    guard, entry, state=StepState.DONE, result=encoded.data, digest=encoded.digest
-                ),
-                entry.key,
-            )
-        )
-        point("step.commit.a")
+        self._keep(journal.Written(entry, StepState.DONE, result=encoded.data, digest=encoded.digest))
         return decoded
+
+    def _commit_one(self, outcome: journal.Written) -> None:
+        def commit(guard: Guard) -> bool | None:
+            return journal.commit(
+                guard,
+                outcome.entry,
+                state=outcome.state,
+                result=outcome.result,
+                digest=outcome.digest,
+                error=outcome.error,
+            )
+
+        point("step.commit.b")
+        self.guarded(lambda: self._pass.attempt.commit(commit, outcome.entry.key))
+        point("step.commit.a")
 
     def _failed(self, entry: journal.Entry, body: Body, error: Exception, *, elapsed: float) -> journal.Entry:
         """Record a failed try and return when the next one is due; raise when there is none."""
@@ -195,11 +222,7 @@ class Recorder:
     def record_failure(self, entry: journal.Entry, name: str, error: Exception) -> NoReturn:
         """Record a failure as the final outcome of a step and raise it as every replay will."""
         failure = failures.capture(error, step=name)
-        self.guarded(
-            lambda: self._pass.attempt.commit(
-                lambda guard: journal.commit(guard, entry, state=StepState.FAILED, error=failure.to_bytes()), entry.key
-            )
-        )
+        self._keep(journal.Written(entry, StepState.FAILED, error=failure.to_bytes()))
         # Not from the original: code that looks at the cause finds the same at every replay.
         raise self._pass.exceptions.rebuild(failure).with_traceback(error.__traceback__)
 

@@ -22,7 +22,11 @@ from umt_durable.records import StepEntry
 MAX_KEY_BYTES: Final = 1000
 
 _SPECIAL = re.compile(r"[\\#\[]")
-_FORM = re.compile(r"(?P<name>(?:\\[\\#\[]|[^\\#\[])+)(?:#(?P<occurrence>[1-9][0-9]*)|\[(?P<key>.*)\])?", re.DOTALL)
+_SPECIAL_IN_KEY = re.compile(r"[\\\]]")
+_FORM = re.compile(
+    r"(?P<name>(?:\\[\\#\[]|[^\\#\[])+)(?:#(?P<occurrence>[1-9][0-9]*)|\[(?P<key>(?:\\[\\\]]|[^\\\]])*)\])?", re.DOTALL
+)
+_BRANCH = re.compile(r"\\.|\]/", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,8 @@ class StepKey:
     """The identity of a step in its run.
 
     Shape: written as `charge` (first call), `charge#2` (second call) or `charge[A-17]` (explicit key). A backslash
-    stands before each backslash, `#` and `[` of the name, so that no two keys are written alike.
+    stands before each backslash, `#` and `[` of the name, and before each backslash and `]` of an explicit key, so that
+    no two keys are written alike. What a branch of a parallel step does stands behind its own key: `fan[left]/charge`.
     """
 
     name: str
@@ -47,7 +52,7 @@ class StepKey:
             raise DefinitionError("a step needs a name")
         name = _SPECIAL.sub(r"\\\g<0>", self.name)
         if self.key is not None:
-            text = f"{name}[{self.key}]"
+            text = item_key(name, self.key)
         else:
             text = name if self.occurrence == 1 else f"{name}#{self.occurrence}"
         return _storable(text)
@@ -61,17 +66,30 @@ class StepKey:
         found = _FORM.fullmatch(text)
         if found is None or found["occurrence"] == "1":
             raise DecodingError(f"{text!r} is not the key of a step")
-        name = re.sub(r"\\(.)", r"\1", found["name"], flags=re.DOTALL)
-        return cls(name, found["key"], int(found["occurrence"] or 1))
+        key = None if found["key"] is None else _plain(found["key"])
+        return cls(_plain(found["name"]), key, int(found["occurrence"] or 1))
+
+
+def item_key(of: str, key: str) -> str:
+    """Give the key of one item or branch of a step, whose own key is given."""
+    escaped = _SPECIAL_IN_KEY.sub(r"\\\g<0>", key)
+    return f"{of}[{escaped}]"
+
+
+def branches_of(key: str) -> list[str]:
+    """Give the prefixes of all branches that an entry belongs to, the outermost first."""
+    return [key[: found.end()] for found in _BRANCH.finditer(key) if found[0] == "]/"]
 
 
 class KeyMaker:
     """Gives the calls of one pass their keys.
 
-    Only explicit keys may be made from several threads: the order of threads is not the same on replay.
+    Only explicit keys may be made from several threads: the order of threads is not the same on replay. Each branch of
+    a parallel step has a maker of its own, whose keys all begin with its prefix.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
         self._calls: Counter[str] = Counter()
         self._explicit: dict[str, object] = {}
 
@@ -83,8 +101,22 @@ class KeyMaker:
         """
         if key is None:
             self._calls[name] += 1
-            return StepKey(name, None, self._calls[name]).text
-        text = StepKey(name, _key_text(name, key)).text
+            return _storable(self._prefix + StepKey(name, None, self._calls[name]).text)
+        return self._claim(_storable(self._prefix + StepKey(name, key_text(name, key)).text), name, key)
+
+    def items(self, name: str, of: str, keys: Iterable[object]) -> list[str]:
+        """Give the journal keys of the items or branches of one step, whose own key is `of`.
+
+        Errors: DefinitionError when two are alike, or one cannot be stored; none of them counts as made then.
+        """
+        given = list(keys)
+        texts = {str(key): _storable(item_key(of, key_text(name, key))) for key in given}
+        if len(texts) < len(given):
+            twice = next(key for key, count in Counter(map(str, given)).items() if count > 1)
+            raise DefinitionError(f"step {name!r}: the key {twice!r} comes twice; each item needs one of its own")
+        return [self._claim(text, name, key) for key, text in texts.items()]
+
+    def _claim(self, text: str, name: str, key: object) -> str:
         mine = object()
         # One atomic call: two threads that come with the same key must not both find it new.
         if self._explicit.setdefault(text, mine) is not mine:
@@ -133,12 +165,22 @@ class Journal:
     def add(self, entry: StepEntry) -> None:
         """Take in what this pass recorded."""
         self._entries[entry.key] = entry
-        self._asked.add(entry.key)
 
     def orphans(self) -> tuple[StepEntry, ...]:
-        """Give the recorded steps that this pass has not asked for, in the order they were recorded."""
-        left = [entry for key, entry in self._entries.items() if key not in self._asked]
+        """Give the recorded steps that this pass has not asked for, in the order they were recorded.
+
+        Not those of a branch that has ended: they are not asked for again.
+        """
+        left = [
+            entry
+            for key, entry in self._entries.items()
+            if key not in self._asked and not any(branch[:-1] in self._asked for branch in branches_of(key))
+        ]
         return tuple(sorted(left, key=lambda entry: entry.seq))
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL)
 
 
 def _digest(data: bytes) -> bytes:
@@ -150,7 +192,11 @@ def _describe(key: str, kind: str, fingerprint: bytes | None) -> str:
     return f"the {kind} step {key!r}{inputs}"
 
 
-def _key_text(name: str, key: object) -> str:
+def key_text(name: str, key: object) -> str:
+    """Give an explicit key as text.
+
+    Errors: DefinitionError.
+    """
     if isinstance(key, bool) or not isinstance(key, str | int | UUID):
         raise DefinitionError(f"the key of step {name!r} must be text, a whole number or a UUID")
     return str(key)

@@ -13,12 +13,13 @@ from umt_durable import codec
 from umt_durable.engine.effecting import run_effect
 from umt_durable.engine.effects import MISSING as MISSING_REQUEST
 from umt_durable.engine.effects import Effect, OpInfo, Policy, Reconciled
+from umt_durable.engine.parallelsteps import ParallelSteps
 from umt_durable.engine.passing import LONGEST, Pass
 from umt_durable.engine.recording import Body, Recorder, StepOptions, run_coroutine
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.sleeping import Sleep, sleep
 from umt_durable.engine.txstep import run_in_transaction, step_record
-from umt_durable.engine.waiting import MISSING, Fact, Wait, wait_for_fact
+from umt_durable.engine.waitsteps import WaitSteps
 from umt_durable.errors import DefinitionError
 from umt_durable.session import Binding
 from umt_durable.states import StepKind, StepState
@@ -27,7 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Steps:
+class Steps(WaitSteps, ParallelSteps):
     """The vocabulary of a durable body."""
 
     def __init__(self, the_pass: Pass, options: StepOptions | None = None) -> None:
@@ -144,28 +145,6 @@ class Steps:
         if not isinstance(moment, datetime) or moment.tzinfo is None:
             raise DefinitionError(f"step {name!r}: sleep_until needs a datetime with a time zone, not {moment!r}")
         sleep(self._pass, self._recorder, Sleep(name=name, text=f"until {moment.isoformat()}", until=moment))
-
-    def wait_for_fact(
-        self,
-        name: str,
-        *,
-        key: str | None = None,
-        check: Callable[[], Any] | None = None,
-        timeout: timedelta | None = None,
-        poll: timedelta | None = None,
-        mode: str = "first",
-        default: Any = MISSING,
-    ) -> Fact:
-        """Park the run until a fact of this name was said to it, or with `key` was emitted under that key (I8).
-
-        Shape: `check` is asked after the wait is registered, with no lock held, and again every `poll` (default a
-        minute); its first true answer settles the wait and is the payload. `mode`: `first` or `latest` fact. With
-        `default` a time-out gives a Fact with that payload instead of the error.
-        Errors: FactTimeoutError after `timeout`; this outcome is recorded and never changes.
-        """
-        self._pass.check()
-        wait = Wait(name=name, key=key, check=check, timeout=timeout, poll=poll, mode=mode, default=default)
-        return wait_for_fact(self._pass, wait, step_key=self._options.key)
 
     def value(self, name: str, make: Callable[[], R], annotation: Any) -> R:
         """Record a value made by the engine itself, such as the time."""

@@ -2,167 +2,336 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Final, Literal
+from datetime import datetime, timedelta
+from typing import Any
 from uuid import UUID
 
 from umt_durable import codec, telemetry
 from umt_durable.engine.exits import Canceled, Exit
 from umt_durable.engine.failures import mark_recorded
-from umt_durable.engine.passing import LONGEST, Pass
-from umt_durable.errors import DefinitionError, FactTimeoutError, NonDeterminismError
+from umt_durable.engine.passing import Pass
+from umt_durable.engine.waitables import (
+    DEFAULT_POLL,
+    MISSING,
+    Fact,
+    FactAddress,
+    FactWait,
+    PollPolicy,
+    Timer,
+    check_limit,
+    check_poll,
+)
+from umt_durable.errors import DecodingError, FactPayloadError, FactTimeoutError, NonDeterminismError
 from umt_durable.failpoints import point
 from umt_durable.records import WaitEntry
 from umt_durable.states import RunState, WaitState
-from umt_durable.store import facts, waits
+from umt_durable.store import facts, runs, waits
 from umt_durable.store.guard import Guard
 
-DEFAULT_POLL = timedelta(minutes=1)
-MODES = ("first", "latest")
-RESERVED = "umt."
-MISSING: Final = object()
+logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """What settled a wait: its payload, and where it came from."""
-
-    payload: Any
-    source: Literal["fact", "check", "default"]
+TIMER = '["timer"]'  # where a timer waits: no fact has this address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """What a body waits for."""
+    """One wait for one fact, and what is asked and called meanwhile."""
 
-    name: str
-    key: str | None
-    check: Callable[[], Any] | None
-    timeout: timedelta | None
-    poll: timedelta | None
-    mode: str
-    default: Any
+    fact: FactWait
+    timeout: timedelta | None = None
+    poll: timedelta | PollPolicy | None = None
+    on_created: Callable[[FactAddress], object] | None = None
+    default: Any = MISSING
 
     def __post_init__(self) -> None:
-        check_name(self.name)
-        if self.key is not None:
-            check_key(self.name, self.key)
-        if self.mode not in MODES:
-            raise DefinitionError(f"wait {self.name!r}: mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        for label, value in (("timeout", self.timeout), ("poll", self.poll)):
-            if value is not None and (not isinstance(value, timedelta) or not timedelta(0) <= value <= LONGEST):
-                raise DefinitionError(f"wait {self.name!r}: {label} must be a timedelta from 0 to {LONGEST.days} days")
-
-    def address(self, run_id: str) -> str:
-        """Return where the fact is said."""
-        return waits.run_address(run_id, self.name) if self.key is None else waits.key_address(self.name, self.key)
+        check_limit(self.fact.name, "timeout", self.timeout)
+        check_poll(self.fact.name, self.poll)
 
 
-def check_name(name: str) -> None:
-    """Refuse a name no fact can have.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Several waits, of which so many are needed."""
 
-    Errors: DefinitionError.
-    """
-    if not isinstance(name, str) or not name or len(name) > 255 or "\0" in name:
-        raise DefinitionError(f"{name!r} is no name for a fact: 1 to 255 characters")
-    if name.startswith(RESERVED):
-        raise DefinitionError(f"{name!r}: names under {RESERVED!r} are reserved")
+    verb: str
+    parts: dict[str | int, FactWait | Timer]
+    need: int
+    timeout: timedelta | None = None
+    poll: timedelta | PollPolicy | None = None
 
-
-def check_key(name: str, key: object) -> None:
-    """Refuse a key no fact can be emitted under.
-
-    Errors: DefinitionError.
-    """
-    fits = isinstance(key, str) and 0 < len(key) <= 255 and "\0" not in key
-    if not fits or any("\ud800" <= character <= "\udfff" for character in str(key)):
-        raise DefinitionError(f"the key of fact {name!r} must be text of 1 to 255 characters, not {key!r}")
+    def __post_init__(self) -> None:
+        check_limit(self.verb, "timeout", self.timeout)
+        check_poll(self.verb, self.poll)
 
 
-def wait_for_fact(the_pass: Pass, wait: Wait, *, step_key: str | int | UUID | None = None) -> Fact:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One row of the table of waits, and what belongs to it in the body."""
+
+    key: str
+    name: str
+    address: str
+    fact: FactWait | None = None
+    timeout: timedelta | None = None
+    until: datetime | None = None
+    part_of: str | None = None
+    need: int | None = None
+
+    @property
+    def mode(self) -> str:
+        return "first" if self.fact is None else self.fact.mode
+
+
+def wait_for_fact(the_pass: Pass, wait: Wait, *, step_key: str | int | UUID | None = None) -> Fact[Any]:
     """Return what settled the wait, now or when the run is woken."""
-    key = the_pass.keys.make(wait.name, step_key)
-    recorded = the_pass.waits.get(key)
-    if key in the_pass.journal or (recorded is not None and recorded.address != wait.address(the_pass.run_id)):
-        found = recorded.address if recorded is not None else f"the step {key!r}"
-        the_pass.condemn(NonDeterminismError(found, f"a wait for {wait.address(the_pass.run_id)}"))
-    the_pass.saw(key)
-    replayed = recorded is not None and recorded.state is not WaitState.PENDING
-    try:
-        with the_pass.span(key, "wait", replayed=replayed):
-            settled = _settle(the_pass, wait, key, recorded)
-    except Exit as how:
-        the_pass.leave(how)
-    telemetry.count(telemetry.Counter.REPLAYED_STEP)
-    return _outcome(wait, settled)
-
-
-def _settle(the_pass: Pass, wait: Wait, key: str, recorded: WaitEntry | None) -> WaitEntry:
-    """Return the wait with its outcome; park the run until there is one."""
-    while recorded is None or recorded.state is WaitState.PENDING:
-        recorded = _register(the_pass, wait, key, recorded)
-        if recorded.state is WaitState.PENDING and wait.check is not None:
-            recorded = _check(the_pass, wait, recorded)
-        if recorded.state is WaitState.PENDING:
-            poll = None if wait.check is None else wait.poll or DEFAULT_POLL
-            the_pass.suspend(RunState.WAITING, waits=[key], poll=poll, until=f"for the fact {wait.name}")
-            recorded = _read(the_pass, key)
-    return recorded
-
-
-def _outcome(wait: Wait, entry: WaitEntry) -> Fact:
+    fact = wait.fact
+    key = the_pass.keys.make(fact.name, step_key)
+    row = _Row(key=key, name=fact.name, address=fact.address(the_pass.run_id), fact=fact, timeout=wait.timeout)
+    waiting = _Waiting(the_pass, [row], poll=wait.poll, on_created=wait.on_created)
+    entry = waiting.until_settled()[0]
     if entry.state is WaitState.TIMED_OUT:
         if wait.default is MISSING:
-            raise mark_recorded(FactTimeoutError(wait.name))
+            raise mark_recorded(FactTimeoutError(fact.name))
         return Fact(wait.default, "default")
-    payload = None if entry.payload is None else codec.decode(entry.payload)
-    return Fact(payload, "check" if entry.fact is None else "fact")
+    return _read_fact(fact, entry)
 
 
-def _register(the_pass: Pass, wait: Wait, key: str, recorded: WaitEntry | None) -> WaitEntry:
-    """Record the wait and look for its fact, under the lock of the address, in statements of their own (I8)."""
-    address = wait.address(the_pass.run_id)
-    seq = the_pass.next_seq() if recorded is None else recorded.seq
+def wait_for_group(the_pass: Pass, group: Group, *, step_key: str | int | UUID | None = None) -> list[Fact[Any]] | None:
+    """Return what settled the parts that counted, in the order they were settled; None after the group's time-out."""
+    key = the_pass.keys.make(group.verb, step_key)
+    rows = [_Row(key=key, name=group.verb, address=_shape(group), timeout=group.timeout, need=group.need)]
+    for label, part in group.parts.items():
+        mine = f"{key}\\.{label}"  # no key of a step is written like this
+        if isinstance(part, FactWait):
+            address = part.address(the_pass.run_id)
+            rows.append(_Row(key=mine, name=part.name, address=address, fact=part, part_of=key))
+        else:
+            limits = {"until" if isinstance(part.due, datetime) else "timeout": part.due}
+            rows.append(_Row(key=mine, name=str(label), address=TIMER, part_of=key, **limits))  # type: ignore[arg-type]
+    head, *entries = _Waiting(the_pass, rows, poll=group.poll).until_settled()
+    if head.state is WaitState.TIMED_OUT:
+        return None
+    won = [
+        (entry.settled_at, entry.seq, _read_part(label, part, entry))
+        for (label, part), entry in zip(group.parts.items(), entries, strict=True)
+        if entry.state in (WaitState.SATISFIED, WaitState.TIMED_OUT)
+    ]
+    return [fact for _, _, fact in sorted(won, key=lambda one: one[:2])]
 
-    def register(guard: Guard) -> bool | None:
-        conn = guard.conn
-        with conn.transaction():
-            waits.lock_address(conn, address)
-            point("wait.key_lock.a")
+
+def _shape(group: Group) -> str:
+    """Return what stands as the address of a group: no fact has it, and on replay it tells other waits apart."""
+    return json.dumps(["group", group.need, list(group.parts)], ensure_ascii=False)
+
+
+def _read_part(label: str | int, part: FactWait | Timer, entry: WaitEntry) -> Fact[Any]:
+    if isinstance(part, Timer):
+        return Fact(None, "timer", label)
+    return _read_fact(part, entry, label)
+
+
+def _read_fact(wait: FactWait, entry: WaitEntry, label: str | int | None = None) -> Fact[Any]:
+    try:
+        payload = codec.decode(b"null" if entry.payload is None else entry.payload, wait.type)
+    except DecodingError as error:
+        raise mark_recorded(FactPayloadError(wait.name, str(error))) from None
+    return Fact(payload, "check" if entry.fact is None else "fact", label)
+
+
+class _Waiting:
+    """Rows of the table of waits, of which the first decides when the body goes on; the others are its parts."""
+
+    def __init__(
+        self,
+        the_pass: Pass,
+        rows: Sequence[_Row],
+        *,
+        poll: timedelta | PollPolicy | None,
+        on_created: Callable[[FactAddress], object] | None = None,
+    ) -> None:
+        self._pass, self._rows, self._poll, self._on_created = the_pass, rows, poll, on_created
+        self._head = rows[0]
+        self._checks = [row for row in rows if row.fact is not None and row.fact.check is not None]
+
+    def until_settled(self) -> list[WaitEntry]:
+        """Return the rows once the first is settled; park the run until then."""
+        self._identify()
+        replayed = self._is_over()
+        try:
+            with self._pass.span(self._head.key, "wait", replayed=replayed):
+                self._settle()
+        except Exit as how:
+            self._pass.leave(how)
+        telemetry.count(telemetry.Counter.REPLAYED_STEP, int(replayed))
+        return [self._pass.waits[row.key] for row in self._rows]
+
+    def _settle(self) -> None:
+        if self._head.key not in self._pass.waits:
+            self._register()
+        while not self._is_over():
+            self._announce()
+            for row in self._checks:
+                self._check(row)
+            self._end_if_due()
+            if not self._is_over():
+                self._park()
+
+    def _identify(self) -> None:
+        """Compare the rows with what is recorded: the same ones, or none."""
+        the_pass = self._pass
+        is_new = self._head.key not in the_pass.waits
+        for row in self._rows:
+            recorded = the_pass.waits.get(row.key)
+            if (
+                row.key in the_pass.journal
+                or (recorded is None) is not is_new
+                or (recorded is not None and recorded.address != row.address)
+            ):
+                found = (
+                    f"the step {row.key!r}" if row.key in the_pass.journal else getattr(recorded, "address", "no wait")
+                )
+                the_pass.condemn(NonDeterminismError(str(found), f"a wait for {row.address}"))
+            the_pass.saw(row.key)
+
+    def _is_over(self) -> bool:
+        entry = self._pass.waits.get(self._head.key)
+        return entry is not None and entry.state is not WaitState.PENDING
+
+    def _is_pending(self, row: _Row) -> bool:
+        return not self._is_over() and self._pass.waits[row.key].state is WaitState.PENDING
+
+    def _register(self) -> None:
+        """Record the waits and look for their facts, under their addresses' locks, in statements of their own (I8)."""
+        the_pass = self._pass
+        seqs = {row.key: the_pass.next_seq() for row in self._rows}
+        contradicted: list[str] = []
+
+        def register(guard: Guard) -> bool | None:
+            contradicted.clear()
+            with guard.conn.transaction():
+                self._lock(guard)
+                point("wait.key_lock.a")
+                cancel = self._write(guard, seqs)
+                if cancel is False:
+                    contradicted.extend(self._look(guard))
+                point("wait.commit.b")
+            point("wait.commit.a")
+            return cancel
+
+        if the_pass.attempt.write(register, cancel=bool):
+            raise Canceled("cancelled")
+        for name in contradicted:
+            telemetry.count(telemetry.Counter.CONTRADICTING_FACT)
+            logger.warning("fact %r had come several times, not always with the payload that settled its wait", name)
+        self._read()
+
+    def _lock(self, guard: Guard) -> None:
+        addresses = sorted({row.address for row in self._rows if row.fact is not None})
+        if len(addresses) == 1:
+            waits.lock_address(guard.conn, addresses[0])
+        elif addresses:
+            waits.lock_addresses(guard.conn, addresses)
+
+    def _write(self, guard: Guard, seqs: dict[str, int]) -> bool | None:
+        cancel: bool | None = False
+        for row in self._rows:
             cancel = waits.register(
-                guard, key=key, seq=seq, name=wait.name, address=address, mode=wait.mode, timeout=wait.timeout
+                guard,
+                key=row.key,
+                seq=seqs[row.key],
+                name=row.name,
+                address=row.address,
+                mode=row.mode,
+                timeout=row.timeout,
+                until=row.until,
+                part_of=row.part_of,
+                need=row.need,
+                announced=self._on_created is None,
             )
-            if cancel is False:
-                fact = facts.look_for(conn, address, run=guard.token.run, of_run=wait.key is None, mode=wait.mode)
-                point("wait.look.a")
-                if fact is not None:
-                    waits.settle(conn, guard.token.run, key, state=WaitState.SATISFIED, fact=fact)
-            point("wait.commit.b")
-        point("wait.commit.a")
+            if cancel is not False:
+                break
         return cancel
 
-    if the_pass.attempt.write(register, cancel=bool):
-        raise Canceled("cancelled")
-    return _read(the_pass, key)
+    def _look(self, guard: Guard) -> list[str]:
+        """Settle what has its fact already, in the order of the rows, until no more is needed."""
+        conn, run = guard.conn, guard.token.run
+        contradicted = []
+        for row in self._rows:
+            if row.fact is None:
+                continue
+            of_run = row.fact.key is None
+            fact = facts.look_for(conn, row.address, run=run, of_run=of_run, mode=row.mode)
+            point("wait.look.a")
+            ends = None if fact is None else waits.settle(conn, run, row.key, state=WaitState.SATISFIED, fact=fact)
+            if ends is not None and fact is not None and of_run and row.mode == "first":
+                contradicted += [row.name] if facts.contradicting(conn, row.address, fact) else []
+            if ends:
+                break
+        return contradicted
 
+    def _announce(self) -> None:
+        """Have the body hand the address out; noted only afterwards, so a crash in between does it again."""
+        entry, fact = self._pass.waits[self._head.key], self._head.fact
+        if self._on_created is None or fact is None or entry.announced or not self._is_pending(self._head):
+            return
+        self._pass.attempt.prove()  # user code is entered: the run must still be ours, and not cancelled
+        self._on_created(FactAddress(self._pass.run_id, fact.name, fact.key))
+        if self._pass.attempt.write(lambda guard: waits.announce(guard, self._head.key), cancel=bool):
+            raise Canceled("cancelled")
 
-def _check(the_pass: Pass, wait: Wait, entry: WaitEntry) -> WaitEntry:
-    """Ask the body's own check, with no lock held, and settle the wait by a true answer."""
-    assert wait.check is not None
-    the_pass.attempt.prove()  # user code is entered: the run must still be ours, and not cancelled
-    answer = wait.check()
-    if not answer:
-        return entry
-    encoded, _ = codec.round_trip(answer, codec.EMPTY, where=f"the check of wait {wait.name!r}")
-    if the_pass.attempt.write(lambda guard: waits.settle_by_check(guard, entry.key, payload=encoded.data), cancel=bool):
-        raise Canceled("cancelled")
-    return _read(the_pass, entry.key)
+    def _check(self, row: _Row) -> None:
+        """Ask the body's own check, with no lock held, and settle the wait by a true answer."""
+        if not self._is_pending(row):
+            return
+        assert row.fact is not None
+        assert row.fact.check is not None
+        self._pass.attempt.prove()  # user code is entered, as above
+        answer = row.fact.check()
+        if not answer:
+            return
+        encoded, _ = codec.round_trip(answer, row.fact.type, where=f"the check of wait {row.name!r}")
 
+        def settle(guard: Guard) -> bool | None:
+            return waits.settle_by_check(guard, row.key, payload=encoded.data, part_of=row.part_of)
 
-def _read(the_pass: Pass, key: str) -> WaitEntry:
-    run = the_pass.attempt.token.run
-    entries = {entry.key: entry for entry in the_pass.attempt.read(lambda guard: waits.of_run(guard.conn, run))}
-    the_pass.waits.update(entries)
-    return entries[key]
+        if self._pass.attempt.write(settle, cancel=bool):
+            raise Canceled("cancelled")
+        self._read()
+
+    def _end_if_due(self) -> None:
+        """Time out what is overdue, here: timers look at parked runs only, and this one is needed again."""
+        if not any(self._is_pending(row) and self._pass.waits[row.key].due for row in self._rows):
+            return
+
+        def end(guard: Guard) -> bool | None:
+            with guard.conn.transaction():
+                cancel = runs.lock_grant(guard)
+                if cancel is False:
+                    waits.time_out(guard.conn, guard.token.run)
+            return cancel
+
+        if self._pass.attempt.write(end, cancel=bool):
+            raise Canceled("cancelled")
+        self._read()
+
+    def _park(self) -> None:
+        pending = [row.key for row in self._rows if self._is_pending(row)]
+        what = self._head.name if self._head.need is None else f"{self._head.name} of {len(self._rows) - 1} waits"
+        self._pass.suspend(RunState.WAITING, waits=pending, poll=self._next_poll(), until=f"for the fact {what}")
+        self._read()
+
+    def _next_poll(self) -> timedelta | None:
+        if not self._checks:
+            return None
+        if isinstance(self._poll, PollPolicy):
+            return self._poll.next_after(timedelta(seconds=self._pass.waits[self._head.key].age_seconds))
+        return DEFAULT_POLL if self._poll is None else self._poll
+
+    def _read(self) -> None:
+        run = self._pass.attempt.token.run
+        mine = [row.key for row in self._rows]
+        entries = self._pass.attempt.read(lambda guard: waits.of_run(guard.conn, run, mine))
+        self._pass.waits.update((entry.key, entry) for entry in entries)

@@ -134,9 +134,7 @@ class Router:
         def work(conn: Connection) -> RouteCounts:
             waits.lock_address(conn, address)
             mode = next((wait.mode for wait in waits.of_run(conn, run) if wait.key == key), None)
-            of_run = json.loads(address)[0] == "run"
-            fact = None if mode is None else facts.look_for(conn, address, run=run, of_run=of_run, mode=mode)
-            return RouteCounts() if fact is None else _settle(conn, self._settings, fact, run, key)
+            return RouteCounts() if mode is None else _settle(conn, self._settings, address, run, key, mode)
 
         counts = commit(self._database, "rescan", work, limited=True)
         if counts.settled:
@@ -188,8 +186,9 @@ def _chunk(
         if run_id is not None:
             chunk = _Chunk(_cancel(conn, settings, run_id, _reason(found.payload)))
         else:
-            chunk = _settle_next(conn, settings, fact, after)
+            chunk = _settle_next(conn, settings, found, after)
         if chunk.after is None and not chunk.skipped and is_last:
+            _report_contradiction(conn, found)
             facts.mark_routed(conn, fact)
             return replace(chunk, counts=replace(chunk.counts, routed=1))
         return chunk
@@ -197,16 +196,16 @@ def _chunk(
     return work
 
 
-def _settle_next(conn: Connection, settings: Settings, fact: UUID, after: tuple[int, str]) -> _Chunk:
+def _settle_next(conn: Connection, settings: Settings, fact: FactRecord, after: tuple[int, str]) -> _Chunk:
     """Settle the next waits of a fact, in the order of their runs. A run that somebody holds is skipped."""
-    pending = waits.pending(conn, fact, after=after, limit=CHUNK)
+    pending = waits.pending(conn, fact.id, after=after, limit=CHUNK)
     counts, skipped = RouteCounts(), 0
-    for run, key in pending:
+    for run, key, mode in pending:
         after = (run, key)
         alone: AbstractContextManager[object] = nullcontext() if len(pending) == 1 else conn.transaction()
         try:
             with alone:
-                counts = counts.plus(_settle(conn, settings, fact, run, key))
+                counts = counts.plus(_settle(conn, settings, fact.address, run, key, mode))
         except LockNotAvailable:
             if len(pending) == 1:
                 raise
@@ -216,16 +215,32 @@ def _settle_next(conn: Connection, settings: Settings, fact: UUID, after: tuple[
     return _Chunk(counts, after if len(pending) == CHUNK else None, skipped)
 
 
-def _settle(conn: Connection, settings: Settings, fact: UUID, run: int, key: str) -> RouteCounts:
-    """Settle one wait under its run's lock. Only a parked run is made ready; a running one sees it when it parks."""
+def _settle(conn: Connection, settings: Settings, address: str, run: int, key: str, mode: str) -> RouteCounts:
+    """Settle one wait under its run's lock. Only a parked run is made ready; a running one sees it when it parks.
+
+    Which fact of the address the wait takes is asked as when a wait is registered: facts are routed in any order, and
+    one wait of a queue takes one fact.
+    """
     locked = runs.lock(conn, run)
     failpoints.point("router.run_lock.a")
     if locked is None or locked.state.is_terminal:
         return RouteCounts()
-    if not waits.settle(conn, run, key, state=WaitState.SATISFIED, fact=fact):
+    fact = facts.look_for(conn, address, run=run, of_run=json.loads(address)[0] == "run", mode=mode)
+    if fact is None:
         return RouteCounts()
-    woken = locked.state.is_parked and runs.wake(conn, run, deliver_seconds=settings.deliver_seconds)
+    ends = waits.settle(conn, run, key, state=WaitState.SATISFIED, fact=fact)
+    if ends is None:
+        return RouteCounts()
+    woken = ends and locked.state.is_parked and runs.wake(conn, run, deliver_seconds=settings.deliver_seconds)
     return RouteCounts(settled=1, woken=int(woken))
+
+
+def _report_contradiction(conn: Connection, fact: FactRecord) -> None:
+    """Tell of a fact that says something else than the one a wait has taken as the first (once: it is routed now)."""
+    kind, *rest = json.loads(fact.address)
+    for run, key in waits.contradicted(conn, fact.id, rest[0]) if kind == "run" else ():
+        telemetry.count(telemetry.Counter.CONTRADICTING_FACT, run=run)
+        logger.warning("fact %r came with another payload than the one that settled wait %r", fact.name, key)
 
 
 def _cancels(fact: FactRecord) -> str | None:

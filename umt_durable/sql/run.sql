@@ -85,6 +85,15 @@ UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'suspended'
   FROM r, u WHERE attempt.run = r.no AND attempt.fence = r.fence
 RETURNING u.wake_at
 
+-- name: ripe_of_run :many
+-- List those of the steps and waits that branches of a run are blocked on which are over, or due.
+-- Locks: none. Index: step_pkey, wait_pkey.
+SELECT key FROM {schema}.step
+ WHERE run = %(run)s AND key = ANY(%(steps)s::text[]) AND (state <> 'started' OR wake_at <= {schema}.now())
+UNION ALL
+SELECT key FROM {schema}.wait
+ WHERE run = %(run)s AND key = ANY(%(waits)s::text[]) AND (state <> 'pending' OR deadline <= {schema}.now())
+
 -- name: hand_over_run :maybe
 -- End the grant of a process that shuts down, with the run ready at once and a hint; its crashes stay as they are. Only
 -- its owner says this, outside any body, so no proof outlives it. Refuses, with no row, when a cancel is pending.

@@ -45,6 +45,35 @@ ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE
  WHERE step.state = 'started'
 RETURNING (SELECT cancel_at IS NOT NULL FROM r)
 
+-- name: commit_steps :maybe
+-- Record the outcomes of several bodies, each once (I6). The reply says whether a cancel is pending, and which were written.
+-- Locks: run FOR SHARE, then steps. Index: run_pkey, step_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, cancel_at FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE),
+s AS (
+    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, result, digest, error, finished_at)
+    SELECT r.no, e.key, e.seq, e.kind, e.state, e.fingerprint, e.failures, %(fence)s, e.result, e.digest, e.error, {schema}.now()
+      FROM r, unnest(%(keys)s::text[], %(seqs)s::int[], %(kinds)s::text[], %(states)s::text[], %(fingerprints)s::bytea[],
+                     %(failures)s::int[], %(results)s::bytea[], %(digests)s::bytea[], %(errors)s::bytea[])
+           AS e (key, seq, kind, state, fingerprint, failures, result, digest, error)
+     ORDER BY e.key
+    ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE
+       SET state = excluded.state, fence = excluded.fence, failures = excluded.failures, result = excluded.result,
+           digest = excluded.digest, error = excluded.error, wake_at = NULL, finished_at = excluded.finished_at
+     WHERE step.state = 'started'
+    RETURNING key)
+SELECT cancel_at IS NOT NULL, ARRAY(SELECT key FROM s) FROM r
+
+-- name: look_steps :many
+-- After a lost reply: list those of some steps whose recorded outcome is the one written under this grant.
+-- Locks: none. Index: step_pkey, run_pkey.
+SELECT s.key
+  FROM {schema}.step AS s JOIN {schema}.run AS r ON r.no = s.run
+ WHERE s.run = %(run)s AND s.key = ANY(%(keys)s::text[]) AND s.fence = %(fence)s AND s.state IN ('done', 'failed')
+   AND r.fence = %(fence)s AND r.claim = %(claim)s
+
 -- name: look_step :maybe
 -- After a lost reply: say whether the outcome recorded for a step is the one written under this grant.
 -- Locks: none. Index: step_pkey, run_pkey.
@@ -106,3 +135,11 @@ SELECT key, seq, kind, state, fingerprint, failures, fence, result, digest, erro
        extract(epoch FROM {schema}.now() - started_at)::float8
   FROM {schema}.step WHERE run = %(run)s ORDER BY seq
 
+-- name: read_journal_under :many
+-- Read what is recorded for some items or branches of a step, and for all that was done within them.
+-- Locks: none. Index: step_pkey.
+SELECT key, seq, kind, state, fingerprint, failures, fence, result, digest, error, wake_at, coalesce(wake_at <= {schema}.now(), false), started_at, finished_at,
+       extract(epoch FROM {schema}.now() - started_at)::float8
+  FROM {schema}.step
+ WHERE run = %(run)s AND EXISTS (SELECT 1 FROM unnest(%(keys)s::text[]) AS k WHERE key = k OR starts_with(key, k || '/'))
+ ORDER BY seq

@@ -5,30 +5,49 @@
 -- Locks: the address. Index: none.
 SELECT pg_advisory_xact_lock(hashtext(%(space)s), hashtext(%(address)s)) IS NULL
 
+-- name: lock_addresses :one
+-- The same for several at once, in the ascending order of what is really locked: the hashes, not the texts.
+-- Locks: the addresses, ascending. Index: none.
+SELECT count(pg_advisory_xact_lock(hashtext(%(space)s), a.hash) IS NULL)
+  FROM (SELECT DISTINCT hashtext(address) AS hash FROM unnest(%(addresses)s::text[]) AS address ORDER BY hash) AS a
+
 -- name: try_lock_address :one
 -- The same without waiting.
 -- Locks: the address. Index: none.
 SELECT pg_try_advisory_xact_lock(hashtext(%(space)s), hashtext(%(address)s))
 
 -- name: register_wait :maybe
--- Record a wait, once: a replayed one keeps its deadline and outcome. The reply says whether a cancel is pending.
--- Locks: the address (held), run FOR SHARE, then wait. Index: run_pkey, wait_pkey.
+-- Record a wait, once: a replayed one keeps its deadline and outcome. A group is a wait that needs so many of its parts,
+-- which name it in `part_of`. The reply says whether a cancel is pending.
+-- Locks: the addresses (held), run FOR SHARE, then wait. Index: run_pkey, wait_pkey.
 WITH r AS MATERIALIZED (
     SELECT no, cancel_at FROM {schema}.run
      WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
        FOR SHARE),
 w AS (
-    INSERT INTO {schema}.wait (run, key, seq, name, address, mode, deadline)
-    SELECT no, %(key)s, %(seq)s, %(name)s, %(address)s, %(mode)s, {schema}.now() + %(timeout)s::interval FROM r WHERE cancel_at IS NULL
+    INSERT INTO {schema}.wait (run, key, seq, name, address, mode, deadline, part_of, need, announced)
+    SELECT no, %(key)s, %(seq)s, %(name)s, %(address)s, %(mode)s, coalesce(%(until)s::timestamptz, {schema}.now() + %(timeout)s::interval),
+           %(part_of)s, %(need)s, %(announced)s
+      FROM r WHERE cancel_at IS NULL
     ON CONFLICT ON CONSTRAINT wait_pkey DO NOTHING)
 SELECT cancel_at IS NOT NULL FROM r
 
+-- name: announce_wait :maybe
+-- Record that the address of a wait was handed out. The reply says whether a cancel is pending.
+-- Locks: run FOR SHARE, then wait. Index: run_pkey, wait_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, cancel_at FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE),
+w AS (UPDATE {schema}.wait SET announced = true FROM r WHERE wait.run = r.no AND wait.key = %(key)s)
+SELECT cancel_at IS NOT NULL FROM r
+
 -- name: settle_wait :maybe
--- Give a pending wait of a run, whose row the caller has locked, its outcome.
+-- Give a pending wait of a run, whose row the caller has locked, its outcome; the reply names the group it is a part of.
 -- Locks: run (held), then wait. Index: wait_pkey.
 UPDATE {schema}.wait SET state = %(state)s, fact = %(fact)s, payload = %(payload)s, settled_at = {schema}.now()
  WHERE run = %(run)s AND key = %(key)s AND state = 'pending'
-RETURNING run
+RETURNING part_of
 
 -- name: settle_wait_by_check :maybe
 -- Give a pending wait the answer of its check, under the grant.
@@ -42,18 +61,55 @@ w AS (
       FROM r WHERE wait.run = r.no AND wait.key = %(key)s AND wait.state = 'pending')
 SELECT cancel_at IS NOT NULL FROM r
 
+-- name: close_groups :many
+-- Of some groups of a run, whose row the caller has locked, settle those that have as many parts as they need, and cancel
+-- the parts that are left of any that is settled: the losers end in the transaction that settles the winner.
+-- Locks: run (held), then wait. Index: wait_pkey, wait_parts.
+WITH g AS (
+    UPDATE {schema}.wait AS g SET state = 'satisfied', settled_at = {schema}.now()
+     WHERE g.run = %(run)s AND g.key = ANY(%(groups)s::text[]) AND g.state = 'pending'
+       AND g.need <= (SELECT count(*) FROM {schema}.wait AS p
+                       WHERE p.run = g.run AND p.part_of = g.key AND p.state IN ('satisfied', 'timed_out'))
+    RETURNING g.key),
+l AS (
+    UPDATE {schema}.wait AS l SET state = 'cancelled', settled_at = {schema}.now()
+     WHERE l.run = %(run)s AND l.part_of = ANY(%(groups)s::text[]) AND l.state = 'pending'
+       AND (l.part_of IN (SELECT key FROM g)
+            OR EXISTS (SELECT 1 FROM {schema}.wait AS c WHERE c.run = l.run AND c.key = l.part_of AND c.state <> 'pending')))
+SELECT key FROM g
+
 -- name: time_out_waits :many
--- Time out the pending waits of a run, whose row the caller has locked, whose deadline has passed.
+-- Time out the pending waits of a run, whose row the caller has locked, whose deadline has passed; groups apart.
 -- Locks: run (held), then wait. Index: wait_pkey.
 UPDATE {schema}.wait SET state = 'timed_out', settled_at = {schema}.now()
- WHERE run = %(run)s AND state = 'pending' AND deadline <= {schema}.now()
+ WHERE run = %(run)s AND state = 'pending' AND deadline <= {schema}.now() AND part_of IS NULL AND need IS NULL
 RETURNING key
+
+-- name: time_out_part :maybe
+-- The same for the one of a group, or of its parts, that was due first: one at a time, so that one alone wins.
+-- Locks: run (held), then wait. Index: wait_pkey.
+UPDATE {schema}.wait SET state = 'timed_out', settled_at = {schema}.now()
+ WHERE run = %(run)s AND key = (
+           SELECT key FROM {schema}.wait
+            WHERE run = %(run)s AND state = 'pending' AND deadline <= {schema}.now() AND (part_of IS NOT NULL OR need IS NOT NULL)
+            ORDER BY deadline, need IS NOT NULL, seq LIMIT 1)
+RETURNING key, coalesce(part_of, key)
+
+-- name: contradicted_waits :many
+-- List the waits of a run that took the first fact at a fact's address, while this one says something else.
+-- Locks: none (the address is held). Index: fact_pkey, run_id_nesting, wait_pkey.
+SELECT w.run, w.key
+  FROM {schema}.fact AS f
+  JOIN {schema}.run AS r ON r.id = %(run_id)s
+  JOIN {schema}.wait AS w ON w.run = r.no AND w.address = f.address AND w.mode = 'first' AND w.state = 'satisfied'
+  JOIN {schema}.fact AS g ON g.id = w.fact
+ WHERE f.id = %(fact)s AND g.id <> f.id AND g.payload IS DISTINCT FROM f.payload
 
 -- name: pending_waits :many
 -- List the pending waits at a fact's address that it satisfies, in the order of their runs. A fact said under a key is seen
 -- by runs that were there when it committed; see look_for_fact.
 -- Locks: none (the address is held). Index: wait_pending, run_pkey, fact_pkey.
-SELECT w.run, w.key
+SELECT w.run, w.key, w.mode
   FROM {schema}.wait AS w JOIN {schema}.run AS r ON r.no = w.run JOIN {schema}.fact AS f ON f.id = %(fact)s
  WHERE w.address = f.address AND w.state = 'pending' AND r.finished_at IS NULL
    AND (f.address LIKE '["run",%%' OR f.at >= r.created_at OR {schema}.ended_after(f.xid, r.snapshot))
@@ -66,12 +122,13 @@ SELECT w.run, w.key
 SELECT count(*) FROM {schema}.wait WHERE run = %(run)s AND key = ANY(%(keys)s) AND state <> 'pending'
 
 -- name: read_waits :many
--- Read the waits of a run with the payload that settled them, in the order they were registered.
+-- Read the waits of a run, or some of them, with the payload that settled them, in the order they were registered.
 -- Locks: none. Index: wait_pkey, fact_pkey.
 SELECT w.key, w.seq, w.name, w.address, w.mode, w.deadline, w.state, w.fact, coalesce(f.payload, w.payload),
-       coalesce(w.deadline <= {schema}.now(), false), w.created_at, w.settled_at
+       coalesce(w.deadline <= {schema}.now(), false), w.created_at, w.settled_at, w.part_of, w.need, w.announced,
+       extract(epoch FROM {schema}.now() - w.created_at)::float8
   FROM {schema}.wait AS w LEFT JOIN {schema}.fact AS f ON f.id = w.fact
- WHERE w.run = %(run)s ORDER BY w.seq
+ WHERE w.run = %(run)s AND (%(keys)s::text[] IS NULL OR w.key = ANY(%(keys)s::text[])) ORDER BY w.seq
 
 -- name: missed_waits :many
 -- Of the next `limit` pending waits, list those that a routed fact already satisfies: each would be a lost wake-up (RG-9).

@@ -35,6 +35,11 @@ def look_for(conn: Connection, address: str, *, run: int, of_run: bool, mode: st
     return None if row is None else row[0]
 
 
+def contradicting(conn: Connection, address: str, fact: UUID) -> int:
+    """Count the routed facts at an address that say something else than a given one."""
+    return int(sql.one(conn, "contradicting_facts", address=address, fact=fact)[0])
+
+
 def unrouted(conn: Connection, *, limit: int) -> list[tuple[UUID, str, str]]:
     """List (id, address, name) of the oldest facts no router has finished with."""
     return [(row[0], row[1], row[2]) for row in sql.many(conn, "unrouted_facts", limit=limit)]

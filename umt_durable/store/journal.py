@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -87,6 +88,44 @@ def commit(
     return None if row is None else bool(row[0])
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One outcome to be recorded: of which step, and what."""
+
+    entry: Entry
+    state: StepState
+    result: bytes | None = None
+    digest: bytes | None = None
+    error: bytes | None = None
+
+
+def commit_many(guard: Guard, outcomes: Sequence[Written]) -> tuple[bool, list[str]] | None:
+    """Record the outcomes of several bodies in one statement, each once; None when fenced.
+
+    Shape: (a cancel is pending, the keys that were written now). The others were written before: `look_many` tells.
+    """
+    row = sql.maybe(
+        guard.conn,
+        "commit_steps",
+        keys=[one.entry.key for one in outcomes],
+        seqs=[one.entry.seq for one in outcomes],
+        kinds=[str(one.entry.kind) for one in outcomes],
+        states=[str(one.state) for one in outcomes],
+        fingerprints=[one.entry.fingerprint for one in outcomes],
+        failures=[one.entry.failures for one in outcomes],
+        results=[one.result for one in outcomes],
+        digests=[one.digest for one in outcomes],
+        errors=[one.error for one in outcomes],
+        **guard.key,
+    )
+    return None if row is None else (bool(row[0]), list(row[1]))
+
+
+def look_many(guard: Guard, keys: Sequence[str]) -> list[str]:
+    """List those steps whose outcome this grant itself recorded: the answer to a lost reply (I24)."""
+    return [row[0] for row in sql.many(guard.conn, "look_steps", keys=list(keys), **guard.key)]
+
+
 def look(guard: Guard, key: str) -> StepState | None:
     """Say what this grant itself recorded for a step: the answer to a lost reply (I24)."""
     row = sql.maybe(guard.conn, "look_step", key=key, **guard.key)
@@ -118,3 +157,9 @@ def record_try(guard: Guard, entry: Entry, *, delay_seconds: float, error: bytes
 def read(conn: Connection, run: int) -> list[StepEntry]:
     """Read the journal of a run in the order of its steps."""
     return [StepEntry(*sql.typed(row, 3, StepState)) for row in sql.many(conn, "read_journal", run=run)]
+
+
+def read_under(conn: Connection, run: int, keys: Sequence[str]) -> list[StepEntry]:
+    """Read what is recorded for some items or branches of a step, and for all that was done within them."""
+    rows = sql.many(conn, "read_journal_under", run=run, keys=list(keys))
+    return [StepEntry(*sql.typed(row, 3, StepState)) for row in rows]

@@ -122,6 +122,11 @@ def suspend(
     return row is not None
 
 
+def ripe(conn: Connection, run: int, *, steps: Sequence[str], waits: Sequence[str]) -> list[str]:
+    """List the keys of these steps and waits of a run that are over, or due."""
+    return [row[0] for row in sql.many(conn, "ripe_of_run", run=run, steps=list(steps), waits=list(waits))]
+
+
 def hand_over(guard: Guard, *, deliver_seconds: float) -> bool:
     """Make the run ready for another process, with a hint; False when fenced or to be cancelled."""
     return sql.maybe(guard.conn, "hand_over_run", deliver=timedelta(seconds=deliver_seconds), **guard.key) is not None

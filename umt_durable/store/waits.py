@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final, TypeAlias
 from uuid import UUID
 
@@ -34,13 +34,29 @@ def lock_address(conn: Connection, address: str) -> None:
     sql.one(conn, "lock_address", space=_space(conn), address=address)
 
 
+def lock_addresses(conn: Connection, addresses: Sequence[str]) -> None:
+    """Take the locks of several addresses, in one order whoever takes them, until the transaction ends."""
+    sql.one(conn, "lock_addresses", space=_space(conn), addresses=list(addresses))
+
+
 def try_lock_address(conn: Connection, address: str) -> bool:
     """Take the lock of an address if nobody holds it."""
     return bool(sql.one(conn, "try_lock_address", space=_space(conn), address=address)[0])
 
 
 def register(
-    guard: Guard, *, key: str, seq: int, name: str, address: str, mode: str, timeout: timedelta | None
+    guard: Guard,
+    *,
+    key: str,
+    seq: int,
+    name: str,
+    address: str,
+    mode: str,
+    timeout: timedelta | None,
+    until: datetime | None = None,
+    part_of: str | None = None,
+    need: int | None = None,
+    announced: bool = True,
 ) -> bool | None:
     """Record a wait, once, and say whether a cancel is pending; None when fenced. The caller holds the address lock."""
     row = sql.maybe(
@@ -52,33 +68,70 @@ def register(
         address=address,
         mode=mode,
         timeout=timeout,
+        until=until,
+        part_of=part_of,
+        need=need,
+        announced=announced,
         **guard.key,
     )
     return None if row is None else bool(row[0])
 
 
-def settle(
-    conn: Connection, run: int, key: str, *, state: WaitState, fact: UUID | None = None, payload: bytes | None = None
-) -> bool:
-    """Give a pending wait of a locked run its outcome; False when it has one."""
-    return sql.maybe(conn, "settle_wait", run=run, key=key, state=state, fact=fact, payload=payload) is not None
-
-
-def settle_by_check(guard: Guard, key: str, *, payload: bytes) -> bool | None:
-    """Give a pending wait the answer of its check; say whether a cancel is pending; None when fenced."""
-    row = sql.maybe(guard.conn, "settle_wait_by_check", key=key, payload=payload, **guard.key)
+def announce(guard: Guard, key: str) -> bool | None:
+    """Record that a wait's address was handed out; say whether a cancel is pending; None when fenced."""
+    row = sql.maybe(guard.conn, "announce_wait", key=key, **guard.key)
     return None if row is None else bool(row[0])
 
 
+def settle(
+    conn: Connection, run: int, key: str, *, state: WaitState, fact: UUID | None = None, payload: bytes | None = None
+) -> bool | None:
+    """Give a pending wait of a locked run its outcome, and end its group with that if it needs no more.
+
+    Shape: None when the wait has an outcome; otherwise whether the body has to go on: not yet, when it was a part of a
+    group that needs more.
+    """
+    row = sql.maybe(conn, "settle_wait", run=run, key=key, state=state, fact=fact, payload=payload)
+    if row is None:
+        return None
+    return row[0] is None or bool(close_groups(conn, run, [row[0]]))
+
+
+def settle_by_check(guard: Guard, key: str, *, payload: bytes, part_of: str | None = None) -> bool | None:
+    """Give a pending wait the answer of its check; say whether a cancel is pending; None when fenced."""
+    with guard.conn.transaction():
+        row = sql.maybe(guard.conn, "settle_wait_by_check", key=key, payload=payload, **guard.key)
+        if row is not None and part_of is not None:
+            close_groups(guard.conn, guard.token.run, [part_of])
+    return None if row is None else bool(row[0])
+
+
+def close_groups(conn: Connection, run: int, groups: Sequence[str]) -> list[str]:
+    """Settle the groups of a locked run that have all they need, and cancel what is left of their parts."""
+    return [row[0] for row in sql.many(conn, "close_groups", run=run, groups=list(groups))]
+
+
 def time_out(conn: Connection, run: int) -> list[str]:
-    """Time out the overdue waits of a locked run; return their keys."""
-    return [row[0] for row in sql.many(conn, "time_out_waits", run=run)]
+    """Time out the overdue waits of a locked run; return their keys.
+
+    Keeps: of a group's parts, and of its own time-out, those count that were due first.
+    """
+    over = [row[0] for row in sql.many(conn, "time_out_waits", run=run)]
+    while (row := sql.maybe(conn, "time_out_part", run=run)) is not None:
+        over.append(row[0])
+        close_groups(conn, run, [row[1]])
+    return over
 
 
-def pending(conn: Connection, fact: UUID, *, after: tuple[int, str], limit: int) -> list[tuple[int, str]]:
-    """List (run, key) of the pending waits that a fact satisfies, after a given one."""
+def contradicted(conn: Connection, fact: UUID, run_id: str) -> list[tuple[int, str]]:
+    """List (run, key) of the waits that took the first fact at an address where this one says something else."""
+    return [(row[0], row[1]) for row in sql.many(conn, "contradicted_waits", fact=fact, run_id=run_id)]
+
+
+def pending(conn: Connection, fact: UUID, *, after: tuple[int, str], limit: int) -> list[tuple[int, str, str]]:
+    """List (run, key, mode) of the pending waits at a fact's address that may see it, after a given one."""
     rows = sql.many(conn, "pending_waits", fact=fact, after_run=after[0], after_key=after[1], limit=limit)
-    return [(row[0], row[1]) for row in rows]
+    return [(row[0], row[1], row[2]) for row in rows]
 
 
 def count_settled(conn: Connection, run: int, keys: Sequence[str]) -> int:
@@ -86,9 +139,10 @@ def count_settled(conn: Connection, run: int, keys: Sequence[str]) -> int:
     return int(sql.one(conn, "count_settled", run=run, keys=list(keys))[0])
 
 
-def of_run(conn: Connection, run: int) -> list[WaitEntry]:
-    """Read the waits of a run in the order they were registered."""
-    return [WaitEntry(*sql.typed(row, 6, WaitState)) for row in sql.many(conn, "read_waits", run=run)]
+def of_run(conn: Connection, run: int, keys: Sequence[str] | None = None) -> list[WaitEntry]:
+    """Read the waits of a run, or those with some keys, in the order they were registered."""
+    rows = sql.many(conn, "read_waits", run=run, keys=None if keys is None else list(keys))
+    return [WaitEntry(*sql.typed(row, 6, WaitState)) for row in rows]
 
 
 Place: TypeAlias = tuple[str, int, str]  # address, run and key of a wait

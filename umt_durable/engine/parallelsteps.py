@@ -1,0 +1,171 @@
+"""The steps that do several things at a time, as a body calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, Literal, TypeAlias, TypeVar, overload
+from uuid import UUID
+
+from umt_durable.engine.parallel import ItemFailure, Parallel, Piece, run_parallel
+from umt_durable.engine.passing import Pass
+from umt_durable.engine.recording import StepOptions
+from umt_durable.errors import DefinitionError
+from umt_durable.states import StepKind
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+Key: TypeAlias = Callable[[T], str | int | UUID]
+Call: TypeAlias = Callable[[], Any] | tuple[Any, ...]
+
+
+class ParallelSteps:
+    """The part of the vocabulary that works in parallel."""
+
+    _pass: Pass
+    _options: StepOptions
+
+    @overload
+    def map(
+        self,
+        name: str,
+        fn: Callable[[T], Coroutine[Any, Any, R]],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["fail"] = "fail",
+    ) -> list[R]: ...
+
+    @overload
+    def map(
+        self,
+        name: str,
+        fn: Callable[[T], Coroutine[Any, Any, R]],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["collect"],
+    ) -> list[R | ItemFailure]: ...
+
+    @overload
+    def map(
+        self,
+        name: str,
+        fn: Callable[[T], R],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["fail"] = "fail",
+    ) -> list[R]: ...
+
+    @overload
+    def map(
+        self,
+        name: str,
+        fn: Callable[[T], R],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["collect"],
+    ) -> list[R | ItemFailure]: ...
+
+    def map(
+        self,
+        name: str,
+        fn: Callable[[T], Any],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: str = "fail",
+    ) -> list[Any]:
+        """Execute a function for each item, several at a time, and record each result as a step `name[key]` (I6).
+
+        Shape: results in the order of the items, typed by the function's return annotation. `key` tells the items
+        apart, so the order they end in never matters. `concurrency`: how many bodies at a time, 8 by default, in
+        threads of this process. Each item is a step: it is tried again by the step's policy, and cannot call steps.
+        Results are committed many at a time; a crash repeats the items whose result was not committed yet. After a
+        failure no item is begun and those in flight end; the failure of the first item in their order that failed is
+        raised, with a note that names it. With `collect` all are executed, and an ItemFailure stands for each that
+        failed.
+        Errors: those of the items; DefinitionError for two items of one key, before anything is written.
+        """
+        pieces = [Piece(key(item), fn, (item,)) for item in items]
+        step = Parallel(
+            verb="map", name=name, kind=StepKind.ITEM, pieces=pieces, concurrency=concurrency, on_error=on_error
+        )
+        return run_parallel(self._pass, self._options, step)
+
+    @overload
+    def parallel(
+        self,
+        branches: Mapping[str, Callable[[], Coroutine[Any, Any, R]]],
+        *,
+        name: str = "parallel",
+        concurrency: int | None = None,
+        on_error: Literal["fail"] = "fail",
+    ) -> dict[str, R]: ...
+
+    @overload
+    def parallel(
+        self,
+        branches: Mapping[str, Callable[[], R]],
+        *,
+        name: str = "parallel",
+        concurrency: int | None = None,
+        on_error: Literal["fail"] = "fail",
+    ) -> dict[str, R]: ...
+
+    @overload
+    def parallel(
+        self,
+        branches: Mapping[str, Call],
+        *,
+        name: str = "parallel",
+        concurrency: int | None = None,
+        on_error: Literal["fail", "collect"] = "fail",
+    ) -> dict[str, Any]: ...
+
+    def parallel(
+        self,
+        branches: Mapping[str, Any],
+        *,
+        name: str = "parallel",
+        concurrency: int | None = None,
+        on_error: str = "fail",
+    ) -> dict[str, Any]:
+        """Execute several branches of the body at a time; each calls steps of its own: sleeps, waits, branches again.
+
+        Shape: labels to functions, or to tuples of a function and its arguments; the results by the same labels, each
+        recorded as `name[label]` and typed by the function's return annotation. A branch that parks holds no thread and
+        keeps no other from going on; the run parks when all are parked, until the earliest can go on. `concurrency`:
+        how many branches work at a time, all by default. An error that leaves a branch is recorded as its outcome;
+        failures are dealt with as in `map`.
+        Errors: those of the branches; DefinitionError for what can never work, before anything is written.
+        """
+        if not isinstance(branches, Mapping):
+            raise DefinitionError(f"step.parallel {name!r}: give a mapping of labels to functions, not {branches!r}")
+        pieces = [_piece(name, label, call) for label, call in branches.items()]
+        step = Parallel(
+            verb="parallel",
+            name=name,
+            kind=StepKind.BRANCH,
+            pieces=pieces,
+            concurrency=max(1, min(len(pieces), 1000)) if concurrency is None else concurrency,
+            on_error=on_error,
+        )
+        return dict(zip(branches, run_parallel(self._pass, self._options, step), strict=True))
+
+
+def _piece(name: str, label: object, call: object) -> Piece:
+    if not isinstance(label, str):
+        raise DefinitionError(f"step.parallel {name!r}: the label of a branch is text, not {label!r}")
+    if isinstance(call, tuple) and call and callable(call[0]):
+        return Piece(label, call[0], call[1:])
+    if callable(call):
+        return Piece(label, call)
+    raise DefinitionError(f"step.parallel {name!r}: {label!r} is no function, nor a tuple of one and its arguments")

@@ -1,0 +1,158 @@
+"""The steps that wait for facts and timers, as a body calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar, overload
+
+from umt_durable import codec
+from umt_durable.engine.failures import mark_recorded
+from umt_durable.engine.passing import Pass
+from umt_durable.engine.recording import StepOptions
+from umt_durable.engine.waitables import (
+    MISSING,
+    Fact,
+    FactAddress,
+    FactWait,
+    PollPolicy,
+    Waitable,
+    Waitables,
+    read_waitables,
+)
+from umt_durable.engine.waiting import Group, Wait, wait_for_fact, wait_for_group
+from umt_durable.errors import DefinitionError, FactTimeoutError
+
+V = TypeVar("V")
+
+
+class WaitSteps:
+    """The part of the vocabulary that waits."""
+
+    _pass: Pass
+    _options: StepOptions
+
+    @overload
+    def wait_for_fact(
+        self,
+        name: str,
+        *,
+        type: type[V],
+        key: str | None = None,
+        check: Callable[[], Any] | None = None,
+        timeout: timedelta | None = None,
+        poll: timedelta | PollPolicy | None = None,
+        mode: str = "first",
+        on_created: Callable[[FactAddress], object] | None = None,
+        default: Any = MISSING,
+    ) -> Fact[V]: ...
+
+    @overload
+    def wait_for_fact(
+        self,
+        name: str,
+        *,
+        type: Any = codec.EMPTY,
+        key: str | None = None,
+        check: Callable[[], Any] | None = None,
+        timeout: timedelta | None = None,
+        poll: timedelta | PollPolicy | None = None,
+        mode: str = "first",
+        on_created: Callable[[FactAddress], object] | None = None,
+        default: Any = MISSING,
+    ) -> Fact[Any]: ...
+
+    def wait_for_fact(
+        self,
+        name: str,
+        *,
+        type: Any = codec.EMPTY,
+        key: str | None = None,
+        check: Callable[[], Any] | None = None,
+        timeout: timedelta | None = None,
+        poll: timedelta | PollPolicy | None = None,
+        mode: str = "first",
+        on_created: Callable[[FactAddress], object] | None = None,
+        default: Any = MISSING,
+    ) -> Fact[Any]:
+        """Park the run until a fact of this name was said to it, or with `key` was emitted under that key (I8).
+
+        Shape: `check` is asked after the wait is registered, with no lock held, and again every `poll` (default a
+        minute); its first true answer settles the wait and is the payload. `mode`: the `first` or the `latest` fact, or
+        the next of a `queue`. `type`: what the payload is read as, like a step's return annotation. `on_created` is
+        called with the address to say the fact at, once the wait is there; again after a crash in the middle of it.
+        With `default` a time-out gives a Fact with that payload instead of the error.
+        Errors: FactTimeoutError after `timeout`, FactPayloadError for a fact that is not of `type`; either outcome is
+        recorded and never changes.
+        """
+        self._pass.check()
+        fact = FactWait(name, key=key, check=check, mode=mode, type=type)
+        wait = Wait(fact=fact, timeout=timeout, poll=poll, on_created=on_created, default=default)
+        return wait_for_fact(self._pass, wait, step_key=self._options.key)
+
+    def wait_any(
+        self, waits: Waitables, *, timeout: timedelta | None = None, poll: timedelta | PollPolicy | None = None
+    ) -> Fact[Any]:
+        """Park the run until the first of several facts and timers; the others are cancelled with it (I9).
+
+        Shape: a mapping of labels to waits, or a list; each a FactWait, a Timer, a fact's name, a timedelta or a
+        datetime. The Fact says by its `label` which one it was.
+        Errors: FactTimeoutError after `timeout`, recorded; DefinitionError for none, or more than 64.
+        """
+        return self._wait("wait_any", waits, 1, timeout, poll)[0]
+
+    @overload
+    def wait_all(
+        self,
+        waits: Mapping[str, Waitable],
+        *,
+        timeout: timedelta | None = None,
+        poll: timedelta | PollPolicy | None = None,
+    ) -> dict[str, Fact[Any]]: ...
+
+    @overload
+    def wait_all(
+        self, waits: Sequence[Waitable], *, timeout: timedelta | None = None, poll: timedelta | PollPolicy | None = None
+    ) -> list[Fact[Any]]: ...
+
+    def wait_all(
+        self, waits: Waitables, *, timeout: timedelta | None = None, poll: timedelta | PollPolicy | None = None
+    ) -> dict[str, Fact[Any]] | list[Fact[Any]]:
+        """Park the run until all of several facts and timers have come; give them in the order they were asked for.
+
+        Errors: FactTimeoutError after `timeout`, recorded; DefinitionError for more than 64.
+        """
+        won = {fact.label: fact for fact in self._wait("wait_all", waits, None, timeout, poll)}
+        if isinstance(waits, Mapping):
+            return {label: won[label] for label in waits}
+        return [won[place] for place in range(len(waits))]
+
+    def wait_quorum(
+        self, n: int, waits: Waitables, *, timeout: timedelta | None = None, poll: timedelta | PollPolicy | None = None
+    ) -> list[Fact[Any]]:
+        """Park the run until `n` of several facts and timers have come; give these in the order they came.
+
+        Errors: FactTimeoutError after `timeout`, recorded; DefinitionError when `n` is not from 1 to their number.
+        """
+        return self._wait("wait_quorum", waits, n, timeout, poll)
+
+    def _wait(
+        self,
+        verb: str,
+        given: Waitables,
+        need: int | None,
+        timeout: timedelta | None,
+        poll: timedelta | PollPolicy | None,
+    ) -> list[Fact[Any]]:
+        self._pass.check()
+        parts = read_waitables(verb, given)
+        if need is None and not parts:
+            return []
+        wanted = len(parts) if need is None else need
+        if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= len(parts):
+            raise DefinitionError(f"step.{verb}: {wanted!r} of {len(parts)} waits can never come")
+        group = Group(verb=verb, parts=parts, need=wanted, timeout=timeout, poll=poll)
+        won = wait_for_group(self._pass, group, step_key=self._options.key)
+        if won is None:
+            raise mark_recorded(FactTimeoutError(verb))
+        return won
