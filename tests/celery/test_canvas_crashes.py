@@ -118,6 +118,31 @@ def test_i13_workers_that_die_whole_while_finishing_lose_no_follower_and_double_
     assert [body_log.count(step=f"errback-{one.id}") for one in failed] == [1] * 3
 
 
+def test_an_errback_sees_the_failure_it_is_called_for_whoever_publishes_it(
+    canvas: Canvas,
+    start_worker: Callable[..., Worker],
+    worker_env: dict[str, str],
+    body_log: BodyLog,
+    tmp_path: Path,
+) -> None:
+    worker_env[ENVIRONMENT] = f"finish.result.b=kill;file:{tmp_path / 'once'}"
+    start_worker(app=APP, pool="prefork", concurrency=1)
+
+    left = canvas.fail.apply_async((1,), link_error=canvas.seeing_errback.s())
+    until((tmp_path / "once").exists, timeout=30, what="the finisher to die before it stored the failure")
+    whole = canvas.fail.apply_async((2,), link_error=canvas.seeing_errback.s())
+
+    for failed in (left, whole):
+        with pytest.raises(canvas_apps.CanvasError):
+            failed.get(timeout=90)
+        until(
+            lambda failed=failed: body_log.count(step=f"saw-FAILURE-{failed.id}") == 1,  # type: ignore[misc]
+            timeout=60,
+            what="the errback to see the failure",
+            diagnose=body_log.text,
+        )
+
+
 def test_duplicate_hints_of_finished_runs_call_nothing_again(
     canvas: Canvas, start_worker: Callable[..., Worker], broker: Broker, body_log: BodyLog, conn: Connection
 ) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
 
 from celery import Celery, chain, chord, current_task, group, shared_task
+from pydantic import BaseModel
 
 from tests.support import bodylog
 from tests.support.apps import _given
@@ -24,6 +25,13 @@ NAP = timedelta(milliseconds=50)
 
 class CanvasError(Exception):
     """What the failing tasks raise."""
+
+
+class Pair(BaseModel):
+    """What a task takes and gives whose arguments Celery itself turns into models."""
+
+    left: int
+    right: int
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class Canvas:
     swap: Any
     classic_swap: Any
     classic: Any
+    classic_values: Any
+    classic_model: Any
     long_nap: Any
     family: Any
     options: Any
@@ -48,6 +58,7 @@ class Canvas:
     mark: Any
     old_errback: Any
     new_errback: Any
+    seeing_errback: Any
     durable_errback: Any
 
 
@@ -143,6 +154,20 @@ def _more_tasks(durable: Durable) -> dict[str, Any]:
         nap(current_context(), 1)
         return self.replace(_replacement(kind, value, app.tasks["canvas.hop"], app))
 
+    @app.task(name="canvas.classic_values", base=DurableTask, bind=True, shared=False)
+    def classic_values(self: Any, kind: str, given: Any = None) -> int:  # an annotation that Celery never looks at
+        values = {
+            "tuple": (1, ("two", given)),
+            "keys": {1: given, "moment": datetime(2026, 11, 30, tzinfo=UTC)},
+            "result": self.AsyncResult("some-id"),
+            "given": given,
+        }
+        return cast("int", values[kind])
+
+    @app.task(name="canvas.classic_model", base=DurableTask, pydantic=True, shared=False)
+    def classic_model(given: Pair) -> Pair:
+        return Pair(left=given.right, right=given.left)
+
     @durable.task(name="canvas.options")
     def options(ctx: TaskContext, value: Any = None, naps: int = 0) -> dict[str, Any]:
         nap(ctx, naps)
@@ -155,7 +180,14 @@ def _more_tasks(durable: Durable) -> dict[str, Any]:
     def held(ctx: TaskContext) -> int:
         return int(ctx.step.wait_for_fact("go").payload)
 
-    return {"classic": classic, "classic_swap": classic_swap, "options": options, "held": held}
+    return {
+        "classic": classic,
+        "classic_swap": classic_swap,
+        "classic_values": classic_values,
+        "classic_model": classic_model,
+        "options": options,
+        "held": held,
+    }
 
 
 def _plain_tasks(app: Celery) -> dict[str, Any]:
@@ -182,6 +214,10 @@ def _plain_tasks(app: Celery) -> dict[str, Any]:
     def old_errback(task_id: str) -> None:
         bodylog.write(f"old-{task_id}", "begin")
 
+    @app.task(name="canvas.seeing_errback", shared=False)
+    def seeing_errback(task_id: str) -> None:
+        bodylog.write(f"saw-{app.AsyncResult(task_id).state}-{task_id}", "begin")
+
     @app.task(name="canvas.new_errback", shared=False)
     def new_errback(request: Any, error: Exception, trace: Any) -> None:
         bodylog.write(f"new-{request.id}-{type(error).__name__}", "begin")
@@ -193,6 +229,7 @@ def _plain_tasks(app: Celery) -> dict[str, Any]:
         "mark": mark,
         "old_errback": old_errback,
         "new_errback": new_errback,
+        "seeing_errback": seeing_errback,
     }
 
 

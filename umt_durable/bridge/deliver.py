@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
@@ -17,6 +18,7 @@ from kombu.utils import json as kombu_json
 
 from umt_durable import codec
 from umt_durable.bridge import callbacks, chords
+from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.reporter import CeleryReporter
 from umt_durable.bridge.revoke import announce_revoked
 from umt_durable.bridge.runtime import CLAIM_KEY
@@ -58,7 +60,7 @@ def settle(durable: Durable, task: DurableTask, request: Context, reporter: Cele
     """Tell Celery what became of a delivery: return the result, raise the error, or raise Ignore.
 
     Keeps: I13. The tracer stores the result and reports chord parts; callbacks are published here, from the rows that
-    the finish wrote, and those rows are forgotten once the tracer has stored the result.
+    the finish wrote, errbacks once the tracer has stored the failure; the rows are forgotten after that.
     """
     setattr(request, _SETTLED, True)
     match outcome:
@@ -132,27 +134,42 @@ def _replaced(durable: Durable, request: Context, outcome: Superseded) -> None:
         durable.process_lease.forget(outcome.token.claim, outcome.events)
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A finished delivery until its result is stored: `published` are the outbox rows that need no relay any more."""
+
+    outcome: Finished
+    envelope: Envelope
+    published: list[UUID] = field(default_factory=list)
+
+    def call_back(self, durable: Durable, request: Context, value: Any = None) -> None:
+        """Publish the callbacks of the run; a row whose publishing failed stays."""
+        token, error = self.outcome.token, self.outcome.error
+        for ordinal in range(callbacks.count(self.envelope, self.outcome.state)):
+            point("finish.callback.b")
+            try:
+                callbacks.dispatch(durable.app, request, self.envelope, ordinal, value=value, error=error)
+            except Exception as failure:  # noqa: BLE001 - whatever it was, the relay finds the row and tries again
+                logger.warning("a callback of %s is left to the relay: %s", request.id, type(failure).__name__)
+            else:
+                self.published.append(event_id(token.run, token.fence + 1, OutboxType.CALLBACK, ordinal))
+                point("finish.callback.a")
+
+
 def _finish(durable: Durable, task: DurableTask, request: Context, reporter: CeleryReporter, outcome: Finished) -> Any:
-    envelope = reporter.envelope
-    definition = durable.tasks.get(task.name, outcome.version)
-    value = plain(outcome.value, outcome.data, definition)
-    published = [event_id(outcome.token.run, outcome.token.fence + 1, OutboxType.RESULT, 0)] if reporter.reports else []
-    for ordinal in range(callbacks.count(envelope, outcome.state)):
-        point("finish.callback.b")
-        try:
-            callbacks.dispatch(durable.app, request, envelope, ordinal, value=value, error=outcome.error)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the relay finds the row and tries again
-            logger.warning("a callback of %s is left to the relay: %s", request.id, type(error).__name__)
-        else:
-            published.append(event_id(outcome.token.run, outcome.token.fence + 1, OutboxType.CALLBACK, ordinal))
-            point("finish.callback.a")
+    end, token = _End(outcome, reporter.envelope), outcome.token
+    value = plain(outcome.value, outcome.data, durable.tasks.get(task.name, outcome.version))
+    if reporter.reports:
+        end.published.append(event_id(token.run, token.fence + 1, OutboxType.RESULT, 0))
+    if outcome.error is None:
+        end.call_back(durable, request, value)
     if reporter.reports and request.chord:
         _check_chord(task, request, reporter)
     point("finish.result.b")
     # The tracer re-reads these from the request and dispatches what is left: nothing, but the failing of later chain
     # members, which is its business.
     request.callbacks = request.errbacks = None
-    setattr(request, _FINISHED, (outcome.state, outcome.token.claim, tuple(published)))
+    setattr(request, _FINISHED, end)
     if outcome.error is not None:
         raise outcome.error
     request.chain = None
@@ -169,15 +186,19 @@ def _check_chord(task: DurableTask, request: Context, reporter: CeleryReporter) 
 def forget_published(state: RunState, sender: Any) -> None:
     """Forget the outbox rows of a run whose result the tracer has just stored, as what the run ended in.
 
-    When the backend fails under the result of a run that succeeded, the tracer stores a failure instead, once the
-    backend is back: the rows then stay, and the relay puts the result right.
+    Errbacks leave only now, as Celery's own do: they may look at the failure they are called for. When the backend
+    fails under the result of a run that succeeded, the tracer stores a failure instead, once the backend is back: the
+    rows then stay, and the relay puts the result right.
     """
-    found = getattr(sender.request, _FINISHED, None) if getattr(sender, "request_stack", None) else None
+    request = sender.request if getattr(sender, "request_stack", None) else None
+    end: _End | None = getattr(request, _FINISHED, None)
     durable = getattr(getattr(sender, "app", None), "umt_durable", None)
-    if found is None or durable is None or found[0] is not state:
+    if end is None or durable is None or end.outcome.state is not state:
         return
     point("finish.result.a")
-    durable.process_lease.forget(*found[1:])
+    if end.outcome.error is not None:
+        end.call_back(durable, request)
+    durable.process_lease.forget(end.outcome.token.claim, tuple(end.published))
 
 
 def _stored_success(sender: Any, **_: Any) -> None:

@@ -63,6 +63,11 @@ class _Tally:
                 self.confirmed.add(row)
 
 
+def _is_errback(entry: OutboxEntry, run: FinishedRun) -> bool:
+    """Say whether a row is what follows a failure: it may look at that failure, which is stored before it leaves."""
+    return entry.type == OutboxType.CALLBACK and run.state is RunState.FAILED
+
+
 class CeleryDispatcher:
     """Publishes what a relay has claimed. One per relay thread."""
 
@@ -81,8 +86,10 @@ class CeleryDispatcher:
         Errors: BrokerUnavailableError when the broker takes nothing, with what it had confirmed.
         """
         tally = _Tally()
-        for entry, run in reports:
-            self._deliver(tally, entry, run)
+        unstored: set[int] = set()
+        for entry, run in sorted(reports, key=lambda report: _is_errback(*report)):
+            if not (_is_errback(entry, run) and run.no in unstored) and not self._deliver(tally, entry, run):
+                unstored.add(run.no)
         batch: list[Outgoing] = []
         for entry in hints:
             try:
@@ -99,15 +106,17 @@ class CeleryDispatcher:
         tally.settle(sent.confirmed, sent.refused)
         return Report(frozenset(tally.confirmed), tally.refused, tally.hopeless)
 
-    def _deliver(self, tally: _Tally, entry: OutboxEntry, run: FinishedRun) -> None:
+    def _deliver(self, tally: _Tally, entry: OutboxEntry, run: FinishedRun) -> bool:
         try:
             self._report(entry, run)
-            tally.confirmed.add(entry.id)
         except _AWAY as error:
             logger.warning("a %s of run %s waits: %s", entry.type, run.id, reason(error))
         except Exception as error:  # noqa: BLE001 - backends raise their own; the row stays and is tried again
             logger.warning("a %s of run %s could not be delivered: %s", entry.type, run.id, type(error).__name__)
             tally.refused[entry.id] = reason(error)
+        else:
+            tally.confirmed.add(entry.id)
+        return entry.id in tally.confirmed
 
     def _messages(self, tally: _Tally, entry: OutboxEntry) -> Sequence[Outgoing]:
         """Make the messages of a row that is no hint; the row is settled when all of them are."""
