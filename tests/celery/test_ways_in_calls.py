@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ from celery import Celery
 from celery.beat import ScheduleEntry, Scheduler
 from celery.exceptions import TaskRevokedError
 from celery.schedules import schedule
+from celery.signals import after_task_publish, before_task_publish
 
 from tests.support import canvas_apps
 from tests.support.brokers import Broker
@@ -20,6 +22,7 @@ from tests.support.queues import QUEUE
 from tests.support.wait import until
 from tests.support.workers import Worker
 from umt_durable import Durable, Run
+from umt_durable.database import Connection
 from umt_durable.errors import DefinitionError, DurableError, InputError, MessageRefusedError
 from umt_durable.states import RunState
 
@@ -168,6 +171,51 @@ def test_shared_tasks_and_an_app_of_durable_tasks(canvas: Canvas, start_worker: 
     assert "canvas.shared" in other.tasks
     assert canvas.classic.delay(1).get(timeout=60) == 2
     other.close()
+
+
+@pytest.mark.parametrize("sent_event", [False, True])
+def test_celerys_signals_of_publishing_are_sent_where_a_run_is_enqueued(
+    canvas: Canvas, start_worker: Callable[..., Worker], sent_event: bool
+) -> None:
+    canvas.app.conf.task_send_sent_event = sent_event
+    start_worker(app=APP, pool="threads", concurrency=2)
+    told: list[tuple[str, str]] = []
+
+    def before(sender: str, headers: dict[str, Any], **said: Any) -> None:
+        told.append(("before", headers["id"]))
+        headers["mine"] = f"from the receiver to {said['routing_key']}"
+
+    def after(sender: str, headers: dict[str, Any], **_: Any) -> None:
+        told.append(("after", headers["id"]))
+        assert canvas.durable.get(headers["id"]).task == sender
+
+    before_task_publish.connect(before)
+    after_task_publish.connect(after)
+    try:
+        result = canvas.options.apply_async((1, 1), headers={"mine": "overwritten"})
+    finally:
+        before_task_publish.disconnect(before)
+        after_task_publish.disconnect(after)
+
+    assert told == [("before", result.id), ("after", result.id)]
+    assert result.get(timeout=60)["mine"] == f"from the receiver to {QUEUE}"
+
+
+def test_the_event_that_a_task_was_sent_is_published_where_an_app_asks_for_it(canvas: Canvas, conn: Connection) -> None:
+    canvas.app.conf.task_send_sent_event = True
+    seen: list[Mapping[str, Any]] = []
+    with canvas.app.connection_for_read() as connection:
+        receiver = canvas.app.events.Receiver(connection, handlers={"task-sent": seen.append})
+        with receiver.consumer_context() as (bound, _, _):
+            with suppress(TimeoutError):
+                bound.drain_events(timeout=0.2)  # on Redis it subscribes only now
+            with conn.transaction():
+                quiet = canvas.options.enqueue(1, conn=conn)
+            loud = canvas.options.delay(1)
+            until(lambda: seen or bound.drain_events(timeout=30), timeout=30, what="the event")
+
+    assert [(event["uuid"], event["queue"]) for event in seen] == [(loud.id, QUEUE)]
+    assert canvas.durable.get(quiet.id).task == "canvas.options"
 
 
 def test_an_app_may_make_all_its_tasks_durable_but_celerys_own(canvas: Canvas, worker_env: dict[str, str]) -> None:

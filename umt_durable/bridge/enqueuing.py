@@ -23,6 +23,7 @@ from kombu.exceptions import OperationalError
 
 from umt_durable import tracing
 from umt_durable.bridge import sending
+from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.message import TaskMessage, parse_publish
 from umt_durable.bridge.publishing import Publishing, is_watched
 from umt_durable.codec import input_hash
@@ -130,11 +131,14 @@ class _Connection:
 
 
 class _NoProducer:
-    """Stands in for a producer where nothing is published."""
+    """Stands in for a producer where nothing is published; `given` is the one that the caller gave, if any."""
 
     connection = _Connection()
     channel = None
     serializer = None
+
+    def __init__(self, given: Any = None) -> None:
+        self.given = given
 
 
 def send_task(durable: Durable, original: Callable[..., Any], name: str, *args: Any, **options: Any) -> Any:
@@ -153,7 +157,7 @@ def send_task(durable: Durable, original: Callable[..., Any], name: str, *args: 
         _take_times(mine, durable.app, options)
         mine.ignore_result = options.get("ignore_result")
         prepare_reply(durable.app, options)
-        options["producer"] = _NoProducer()
+        options["producer"] = _NoProducer(options.get("producer"))
         result = original(name, *args, **{**options, "ignore_result": True})
     finally:
         _current.reset(token)
@@ -194,7 +198,27 @@ def send_task_message(
         mine.done = durable.client.enqueue(new, conn=mine.conn)
     if publishing is not None:
         publishing.end()
+    if message.sent_event and mine.conn is None:
+        _announce(durable.app, producer, new, message.sent_event)
     return None
+
+
+def _announce(app: Any, producer: Any, new: NewRun, event: Mapping[str, Any]) -> None:
+    """Publish the event that a task was sent, which an app has to ask for; Celery's dispatcher keeps what cannot leave.
+
+    In a caller's transaction none is: it may roll back, and Flower would show a task that never was.
+    """
+    given = producer.given if isinstance(producer, _NoProducer) else producer
+    envelope = Envelope.from_bytes(new.envelope)
+    route = {"exchange": envelope.exchange or "", "routing_key": envelope.routing_key or new.queue}
+    with app.producer_or_acquire(given) as publisher:
+        app.amqp._event_dispatcher.publish(
+            "task-sent",
+            {**event, "queue": new.queue, **route},
+            publisher,
+            retry=app.conf.task_publish_retry,
+            retry_policy=app.conf.task_publish_retry_policy,
+        )
 
 
 def new_run(durable: Durable, message: TaskMessage, mine: Enqueuing) -> NewRun:
