@@ -14,6 +14,7 @@ from celery.utils.functional import head_from_fun
 from umt_durable import codec
 from umt_durable.bridge.mapping import take_over_maps
 from umt_durable.bridge.task import DurableTask
+from umt_durable.bridge.values import result_of
 from umt_durable.engine.failures import is_recorded
 from umt_durable.engine.registry import TaskDefinition
 from umt_durable.engine.retry import RetryAfter, RetryPolicy
@@ -100,16 +101,17 @@ def adopt(durable: Durable, task: Any) -> None:
 def _run(app: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Call what an existing task does, bound to its instance, with the wrappers Celery put around it.
 
-    Its `self.retry()` becomes a durable retry of the run.
+    Its `self.retry()` becomes a durable retry of the run, and what it returns is what Celery would have stored.
     """
     try:
-        return app.tasks[name].run(*args, **kwargs)
+        value = app.tasks[name].run(*args, **kwargs)
     except Retry as error:
         if is_recorded(error.exc):
             raise error.exc from None  # a replay would meet the same record: final, whatever the task's own count says
         wait = error.when
         seconds = (wait - app.now()).total_seconds() if isinstance(wait, datetime) else float(wait or 0)
         raise RetryAfter(max(0.0, seconds), str(error)) from error.exc
+    return result_of(app.umt_durable.tasks.get(name), value)
 
 
 def take_over_tasks(durable: Durable) -> None:

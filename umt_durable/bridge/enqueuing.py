@@ -26,6 +26,7 @@ from umt_durable.bridge import sending
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.message import TaskMessage, parse_publish
 from umt_durable.bridge.publishing import Publishing, is_watched
+from umt_durable.bridge.values import arguments_of
 from umt_durable.codec import input_hash
 from umt_durable.engine.context import current_context, has_context
 from umt_durable.engine.passing import LONGEST
@@ -227,7 +228,8 @@ def new_run(durable: Durable, message: TaskMessage, mine: Enqueuing) -> NewRun:
     Errors: InputError, EncodingError.
     """
     definition = durable.tasks.get(message.task)
-    args, kwargs = definition.schema.bind_and_validate(tuple(message.args), dict(message.kwargs))
+    given = arguments_of(definition, message.args, message.kwargs)
+    args, kwargs = definition.schema.bind_and_validate(*given)
     encoded = definition.schema.encode(args, kwargs)
     envelope = message.envelope
     if mine.eta is not None or mine.countdown is not None:

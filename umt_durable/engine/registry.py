@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from umt_durable.codec import InputSchema, return_annotation
+from umt_durable.codec import EMPTY, InputSchema, return_annotation
 from umt_durable.engine.failures import ExceptionRegistry
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import DefinitionError, DuplicateTaskError, UnknownTaskError
@@ -19,7 +19,8 @@ class TaskDefinition:
     """One version of a durable task.
 
     Shape: `body` takes the context first when `takes_context`; `schema` validates and types its other arguments;
-    `function` is what was written, whose return annotation types the results.
+    `function` is what was written, whose return annotation types the results where the body takes the context: of an
+    existing task it was never more than a hint.
     Units: `limit_seconds` is the attempt's own deadline; None is none.
     """
 
@@ -43,7 +44,7 @@ class TaskDefinition:
     @property
     def result(self) -> object:
         """Return the annotation results are typed by; resolved late: its class may be defined further down."""
-        return return_annotation(self.function)
+        return return_annotation(self.function) if self.takes_context else EMPTY
 
 
 class TaskRegistry:
