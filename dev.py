@@ -54,11 +54,15 @@ class Environment(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One line of the help: `needs` names extras and dependency groups, `programs` are run in order."""
+    """One line of the help: `needs` names extras and dependency groups, `programs` are run in order.
+
+    `apart` is set where the packages would disturb the other commands: they have an environment of their own then.
+    """
 
     summary: str
     needs: Tuple[str, ...]
     programs: Callable[[Environment, List[str]], Programs]
+    apart: bool = False
 
 
 class SetupError(Exception):
@@ -115,6 +119,10 @@ def run(env: Environment, arguments: List[str]) -> Programs:
     return [[env.program(arguments[0]), *arguments[1:]]]
 
 
+def celery_suite(env: Environment, arguments: List[str]) -> Programs:
+    return [[env.program("python"), "-m", "tools.celery_suite", *arguments]]
+
+
 def down(env: Environment, arguments: List[str]) -> Programs:
     return [[env.program("umt-durable"), "down", *arguments]]
 
@@ -129,6 +137,9 @@ COMMANDS: Dict[str, Command] = {
     ),
     "lint": Command("ruff, import contracts and the grep gates", ("lint",), lint),
     "types": Command("mypy --strict", (*TESTED, "lint"), types),
+    "celery-suite": Command(
+        "Celery's own integration tests, plain and durable", ("embedded", "celery-suite"), celery_suite, apart=True
+    ),
     "shell": Command("your shell with the environment on PATH", ("embedded",), shell),
     "exec": Command("one program of the environment: exec celery -A umt_durable worker", ("embedded",), run),
     "down": Command("stop the embedded Postgres and Valkey of this folder", ("embedded",), down),
@@ -143,7 +154,7 @@ def has_python(path: Path) -> bool:
 def usage() -> str:
     """Return the help text: one line a command."""
     lines = ["usage: python3 dev.py COMMAND [ARGUMENTS]", ""]
-    lines += [f"  {name:<7}{command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<14}{command.summary}" for name, command in COMMANDS.items()]
     lines += ["", "Flower is installed where it is asked for: python3 dev.py exec celery -A umt_durable flower"]
     return "\n".join(lines)
 
@@ -223,13 +234,17 @@ def missing(env: Environment, needs: Sequence[str], digest: str) -> List[str]:
     return [group for group in ("core", *needs) if not whole or read(env.mark(group)) != digest]
 
 
-def prepare(needs: Sequence[str]) -> Environment:
-    """Return an environment in which the needed groups are installed, making or completing it where necessary."""
+def prepare(needs: Sequence[str], apart: str = "") -> Environment:
+    """Return an environment in which the needed groups are installed, making or completing it where necessary.
+
+    With a name in `apart` it is another one, beside that of the other commands.
+    """
     import fcntl
 
     groups, digest = requirements()
     refused = []
-    for folder in places():
+    for place in places():
+        folder = place.with_name(f"{place.name}-{apart}") if apart else place
         env = Environment(folder, can_write(PROJECT))
         if not missing(env, needs, digest):
             return env
@@ -341,7 +356,7 @@ def main(argv: List[str]) -> int:
     command = COMMANDS[argv[0]]
     try:
         check_machine(argv)
-        env = prepare([*command.needs, *asked_for(argv)])
+        env = prepare([*command.needs, *asked_for(argv)], argv[0] if command.apart else "")
         return start(command.programs(env, argv[1:]), env)
     except (SetupError, OSError) as error:
         say(str(error))

@@ -124,6 +124,17 @@ def test_flower_is_installed_only_where_a_command_names_it(project: Path) -> Non
     assert "exec celery -A umt_durable flower" in dev_py(project).stdout
 
 
+def test_celerys_suite_has_an_environment_of_its_own(project: Path) -> None:
+    complete(project, "core", "embedded", "celery-suite")
+
+    env = dev.prepare(("embedded",))
+
+    assert env.folder == project / ".venv"
+    assert dev.COMMANDS["celery-suite"].apart
+    assert [name for name, command in dev.COMMANDS.items() if command.apart] == ["celery-suite"]
+    assert dev.celery_suite(env, ["-k", "a"])[0][1:] == ["-m", "tools.celery_suite", "-k", "a"]
+
+
 def test_the_demo_is_a_module_so_that_its_folder_hides_no_other_module(project: Path) -> None:
     [command] = dev.demo(dev.Environment(project / ".venv", True), ["--seed", "3"])
 
