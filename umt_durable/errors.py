@@ -80,8 +80,8 @@ class DurationError(DefinitionError, ValueError):
     """A duration is not written in a form that is read, or has no fixed length."""
 
 
-class InputError(DurableError):
-    """The arguments of a run do not fit its task.
+class InputError(DurableError, TypeError):
+    """The arguments of a run do not fit its task. A TypeError, as it is of a Python function or of Celery's tasks.
 
     Shape: `problems` holds one (field, reason) pair for each field that was refused.
     """

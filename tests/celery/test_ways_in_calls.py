@@ -173,29 +173,6 @@ def test_shared_tasks_and_an_app_of_durable_tasks(canvas: Canvas, start_worker: 
     other.close()
 
 
-def test_values_of_existing_tasks_are_what_celery_makes_of_them(
-    canvas: Canvas, start_worker: Callable[..., Worker]
-) -> None:
-    start_worker(app=APP, pool="threads", concurrency=2)
-    values, model = canvas.classic_values, canvas.classic_model
-
-    results = {
-        "tuple": values.delay("tuple", (3, {4: "4"})),
-        "keys": values.delay("keys", given=(5,)),
-        "result": values.delay("result"),
-        "given": values.delay("given", canvas.app.AsyncResult("other-id").as_tuple()),
-    }
-    models = [model.delay({"left": 1, "right": 2}), model.delay(canvas_apps.Pair(left=1, right=2))]
-
-    assert {name: result.get(timeout=60) for name, result in results.items()} == {
-        "tuple": [1, ["two", [3, {"4": "4"}]]],
-        "keys": {"1": [5], "moment": datetime(2026, 11, 30, tzinfo=UTC)},
-        "result": [["some-id", None], None],
-        "given": [["other-id", None], None],
-    }
-    assert [one.get(timeout=60) for one in models] == [{"left": 2, "right": 1}] * 2
-
-
 @pytest.mark.parametrize("sent_event", [False, True])
 def test_celerys_signals_of_publishing_are_sent_where_a_run_is_enqueued(
     canvas: Canvas, start_worker: Callable[..., Worker], sent_event: bool

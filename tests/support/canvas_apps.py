@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 from celery import Celery, chain, chord, current_task, group, shared_task
+from celery.exceptions import Ignore, Reject
 from pydantic import BaseModel
 
 from tests.support import bodylog
@@ -48,6 +49,9 @@ class Canvas:
     classic: Any
     classic_values: Any
     classic_model: Any
+    classic_again: Any
+    classic_loose: Any
+    classic_request: Any
     long_nap: Any
     family: Any
     options: Any
@@ -71,7 +75,14 @@ def build(environ: Mapping[str, str] | None = None, **conf: Any) -> Canvas:
     if environ.get("UMT_TEST_CHORD_EXPIRES"):
         app.conf.result_chord_expires = float(environ["UMT_TEST_CHORD_EXPIRES"])
     durable = Durable(app, **_given(environ))
-    return Canvas(app=app, durable=durable, **_durable_tasks(durable), **_more_tasks(durable), **_plain_tasks(app))
+    return Canvas(
+        app=app,
+        durable=durable,
+        **_durable_tasks(durable),
+        **_more_tasks(durable),
+        **_classic_tasks(app),
+        **_plain_tasks(app),
+    )
 
 
 def nap(ctx: TaskContext, times: int) -> None:
@@ -154,20 +165,6 @@ def _more_tasks(durable: Durable) -> dict[str, Any]:
         nap(current_context(), 1)
         return self.replace(_replacement(kind, value, app.tasks["canvas.hop"], app))
 
-    @app.task(name="canvas.classic_values", base=DurableTask, bind=True, shared=False)
-    def classic_values(self: Any, kind: str, given: Any = None) -> int:  # an annotation that Celery never looks at
-        values = {
-            "tuple": (1, ("two", given)),
-            "keys": {1: given, "moment": datetime(2026, 11, 30, tzinfo=UTC)},
-            "result": self.AsyncResult("some-id"),
-            "given": given,
-        }
-        return cast("int", values[kind])
-
-    @app.task(name="canvas.classic_model", base=DurableTask, pydantic=True, shared=False)
-    def classic_model(given: Pair) -> Pair:
-        return Pair(left=given.right, right=given.left)
-
     @durable.task(name="canvas.options")
     def options(ctx: TaskContext, value: Any = None, naps: int = 0) -> dict[str, Any]:
         nap(ctx, naps)
@@ -183,10 +180,63 @@ def _more_tasks(durable: Durable) -> dict[str, Any]:
     return {
         "classic": classic,
         "classic_swap": classic_swap,
-        "classic_values": classic_values,
-        "classic_model": classic_model,
         "options": options,
         "held": held,
+    }
+
+
+def _classic_tasks(app: Celery) -> dict[str, Any]:
+    """Return tasks that are written as for Celery alone."""
+
+    @app.task(name="canvas.classic_values", base=DurableTask, bind=True, shared=False)
+    def classic_values(self: Any, kind: str, given: Any = None) -> int:  # an annotation that Celery never looks at
+        values = {
+            "tuple": (1, ("two", given)),
+            "keys": {1: given, "moment": datetime(2026, 11, 30, tzinfo=UTC)},
+            "result": self.AsyncResult("some-id"),
+            "given": given,
+        }
+        return cast("int", values[kind])
+
+    @app.task(name="canvas.classic_again", base=DurableTask, bind=True, max_retries=3, shared=False)
+    def classic_again(self: Any, value: int, how: str, seconds: float = 0.0) -> Any:
+        request, info = self.request, self.request.delivery_info
+        nap(current_context(), 1)
+        bodylog.write(f"again-{how}", "begin", run=request.id)
+        if how == "args" and not request.retries:
+            raise self.retry(args=(value + 1, how), countdown=0)
+        if how == "kwargs" and not request.retries:
+            raise self.retry(args=(), kwargs={"value": value + 1, "how": how}, countdown=0)
+        if how == "cause" and not request.retries:
+            raise self.retry(exc=CanvasError("the cause"), countdown=seconds)
+        if how == "ignore":
+            raise Ignore
+        if how == "reject" or (how == "requeue" and not info.get("redelivered")):
+            raise Reject(f"{how} it", requeue=how == "requeue")
+        return {"value": value, "retries": request.retries, "redelivered": bool(info.get("redelivered"))}
+
+    @app.task(name="canvas.classic_loose", base=DurableTask, typing=False, shared=False)
+    def classic_loose(left: int, right: int) -> int:
+        return left + right
+
+    @app.task(
+        name="canvas.classic_request", base=DurableTask, bind=True, time_limit=60, soft_time_limit=45, shared=False
+    )
+    def classic_request(self: Any) -> dict[str, Any]:
+        request = self.request
+        limits = [request.time_limit, request.soft_time_limit]
+        return {"limits": limits, "app_id": request.properties.get("app_id")}
+
+    @app.task(name="canvas.classic_model", base=DurableTask, pydantic=True, shared=False)
+    def classic_model(given: Pair) -> Pair:
+        return Pair(left=given.right, right=given.left)
+
+    return {
+        "classic_values": classic_values,
+        "classic_model": classic_model,
+        "classic_again": classic_again,
+        "classic_loose": classic_loose,
+        "classic_request": classic_request,
     }
 
 

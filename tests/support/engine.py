@@ -49,7 +49,7 @@ class RecordingReporter:
         """Keep that the run was started."""
         self.states.append("started")
 
-    def suspending(self, state: RunState, until: str) -> None:
+    def suspending(self, state: RunState, until: str, cause: Exception | None = None) -> None:
         """Keep that the run is about to be parked."""
         self.wrote = True
         self.states.append(str(state))

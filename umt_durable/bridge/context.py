@@ -101,7 +101,7 @@ def _fields(
         "stamps": dict(envelope.stamps),
         "reply_to": reply_to,
         "correlation_id": correlation_id,
-        "properties": {"reply_to": reply_to, "correlation_id": correlation_id},
+        "properties": {**envelope.properties, "reply_to": reply_to, "correlation_id": correlation_id},
         "callbacks": list(envelope.callbacks) or None,
         "errbacks": list(envelope.errbacks) or None,
         "chain": list(envelope.chain) or None,

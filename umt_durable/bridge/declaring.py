@@ -8,19 +8,25 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from celery.exceptions import Retry
+from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.functional import head_from_fun
 
 from umt_durable import codec
 from umt_durable.bridge.mapping import take_over_maps
 from umt_durable.bridge.task import DurableTask
 from umt_durable.bridge.values import result_of
+from umt_durable.engine.context import current_context
+from umt_durable.engine.exits import Released, Replaced
 from umt_durable.engine.failures import is_recorded
 from umt_durable.engine.registry import TaskDefinition
+from umt_durable.engine.replay import StepKey
 from umt_durable.engine.retry import RetryAfter, RetryPolicy
 
 if TYPE_CHECKING:
     from umt_durable.bridge.durable import Durable
+
+REJECTED = "umt.rejected"
+"""The step that says that a body has put its message back into the queue."""
 
 BY_CELERY = RetryPolicy(1_000_000, retry_on=RetryAfter)
 """The policy of an existing task: Celery's `self.retry()` and `autoretry_for` decide, and count, by themselves."""
@@ -93,6 +99,7 @@ def adopt(durable: Durable, task: Any) -> None:
             takes_context=False,
             retry=getattr(task, "durable_retry", BY_CELERY),
             limit_seconds=task.time_limit,
+            checks_calls=durable.app.strict_typing and task.__dict__.get("typing", True) is not False,
             owner=f"{task.__module__}.{task.__qualname__}",
         )
     )
@@ -103,8 +110,17 @@ def _run(app: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
     Its `self.retry()` becomes a durable retry of the run, and what it returns is what Celery would have stored.
     """
+    redelivered = _note_redelivery(app.tasks[name].request)
     try:
         value = app.tasks[name].run(*args, **kwargs)
+    except Ignore:
+        current_context()._pass.leave(Replaced())  # Celery stores nothing then, and nothing follows
+    except Reject as error:
+        if not error.requeue:
+            raise
+        if not redelivered:
+            current_context().step.value(REJECTED, lambda: True, bool)
+        current_context()._pass.leave(Released())
     except Retry as error:
         if is_recorded(error.exc):
             raise error.exc from None  # a replay would meet the same record: final, whatever the task's own count says
@@ -112,6 +128,16 @@ def _run(app: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         seconds = (wait - app.now()).total_seconds() if isinstance(wait, datetime) else float(wait or 0)
         raise RetryAfter(max(0.0, seconds), str(error)) from error.exc
     return result_of(app.umt_durable.tasks.get(name), value)
+
+
+def _note_redelivery(request: Any) -> bool:
+    """Say in the request, as brokers do, that the message was handed out before and rejected; return whether it was."""
+    context = current_context()
+    if StepKey(REJECTED, None, 1).text not in context._pass.journal:
+        return False
+    context.step.value(REJECTED, lambda: True, bool)
+    request.delivery_info = {**(request.delivery_info or {}), "redelivered": True}
+    return True
 
 
 def take_over_tasks(durable: Durable) -> None:

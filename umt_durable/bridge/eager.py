@@ -36,7 +36,7 @@ class EagerReporter:
     def started(self) -> None:
         """Store nothing."""
 
-    def suspending(self, state: RunState, until: str) -> None:
+    def suspending(self, state: RunState, until: str, cause: Exception | None = None) -> None:
         """Store nothing."""
 
     def check_sleep(self, seconds: float) -> None:

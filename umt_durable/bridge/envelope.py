@@ -22,8 +22,8 @@ class Envelope:
 
     Shape: stored as one JSON object, without the fields that are at their default. Values that kombu's JSON knows
     (datetime, UUID, Decimal, bytes, …) come back as they were, tuples as lists. `headers` holds those that are not
-    Celery's own; `exchange` and `routing_key` are set together, where the message did not go the plain way of its
-    queue; `delivery_mode` is 1 (transient) or nothing.
+    Celery's own, `properties` those of AMQP that tell of the sender; `exchange` and `routing_key` are set
+    together, where the message did not go the plain way of its queue; `delivery_mode` is 1 (transient) or nothing.
     Units: `timelimit` is (hard, soft) in seconds; `eta` and `expires` are ISO 8601 as the caller's Celery wrote them.
     """
 
@@ -43,6 +43,7 @@ class Envelope:
     stamped_headers: Sequence[str] = ()
     stamps: Mapping[str, object] = field(default_factory=dict)
     headers: Mapping[str, object] = field(default_factory=dict)
+    properties: Mapping[str, object] = field(default_factory=dict)
     reply_to: str | None = None
     correlation_id: str | None = None
     delivery_mode: int | None = None

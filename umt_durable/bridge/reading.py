@@ -46,6 +46,8 @@ _CELERYS_OWN: Final = {
 # Nor can a header of that name be told from what the request itself has under it.
 _NOT_CUSTOM: Final = _NOISE | _CELERYS_OWN | Context.__dict__.keys()
 
+_OF_THE_SENDER: Final = ("app_id", "cluster_id", "message_id", "type", "user_id")
+
 _decode: Final[Callable[..., object]] = serialization.loads
 
 
@@ -106,7 +108,11 @@ def parse_publish(app: Celery, name: str, message: Any, options: Mapping[str, An
     return _read(
         fields,
         (args, kwargs, embed),
-        properties={**properties, "delivery_mode": _delivery_mode(app, options)},
+        properties={
+            **properties,
+            **{name: options[name] for name in _OF_THE_SENDER if name in options},
+            "delivery_mode": _delivery_mode(app, options),
+        },
         way=way,
         priority=None if wish is None else our_priority(wish, counts_down=counts_priority_down(app)),
         content_type=CONTENT_TYPES[serializer],
@@ -230,6 +236,7 @@ def _envelope(
         stamped_headers=fields.texts("stamped_headers"),
         stamps=fields.mapping("stamps"),
         headers=custom_headers(fields.values),
+        properties={name: said for name in _OF_THE_SENDER if is_name(said := properties.get(name))},
         reply_to=unless(posted.text("reply_to") or None, defaults.reply_to),
         correlation_id=unless(posted.text("correlation_id") or None, run_id),
         delivery_mode=TRANSIENT if properties.get("delivery_mode") == TRANSIENT else None,

@@ -51,6 +51,8 @@ class CeleryReporter:
             args, kwargs = (), {}
         restore_request(self._request, self.envelope, args, kwargs)
         self._request.retries = grant.failures  # by which Celery's own retry counts
+        if not any(self._request.timelimit):
+            self._request.update(timelimit=[self._task.time_limit, self._task.soft_time_limit])
         self.age_seconds = grant.age_seconds
 
     @property
@@ -81,10 +83,10 @@ class CeleryReporter:
         if self._task.tracks_started and self.stores:
             self._store({"pid": os.getpid(), "hostname": self._request.hostname}, celery_states.STARTED)
 
-    def suspending(self, state: RunState, until: str) -> None:
-        """Store RETRY with the reason. An exception, because Celery reads RETRY's value as one."""
+    def suspending(self, state: RunState, until: str, cause: Exception | None = None) -> None:
+        """Store RETRY with the reason, an exception as Celery's: of a retry the failure that it is for."""
         if self.stores:
-            self._store(SuspendedError(f"durable: {state} {until}"), celery_states.RETRY)
+            self._store(cause or SuspendedError(f"durable: {state} {until}"), celery_states.RETRY)
 
     def check_sleep(self, seconds: float) -> None:
         """Refuse a sleep that a chord around the run would not outlive.

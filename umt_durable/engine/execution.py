@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from umt_durable import codec, telemetry
+from umt_durable.codec import Encoded
 from umt_durable.database import Database
 from umt_durable.engine import failures
 from umt_durable.engine.async_context import AsyncSteps, AsyncTaskContext
@@ -23,7 +24,7 @@ from umt_durable.engine.outcomes import Delivery, Dropped, Finished, Outcome, Pa
 from umt_durable.engine.passing import LONGEST, Pass
 from umt_durable.engine.registry import TaskDefinition, TaskRegistry
 from umt_durable.engine.reporting import Reporter
-from umt_durable.engine.retry import RetryPolicy
+from umt_durable.engine.retry import RetryAfter, RetryPolicy
 from umt_durable.engine.steps import Steps
 from umt_durable.errors import (
     DecodingError,
@@ -59,6 +60,13 @@ class Parts:
     lease: Lease
 
 
+def cause(error: Exception) -> Exception | None:
+    """Return what a retry is for: of one that a body asks for, what it was asked for about, if anything."""
+    if not isinstance(error, RetryAfter):
+        return error
+    return error.__cause__ if isinstance(error.__cause__, Exception) else None
+
+
 class Execution:
     """One grant from its journal to its settlement."""
 
@@ -84,6 +92,8 @@ class Execution:
         try:
             args, kwargs = self._definition.schema.decode(self._grant.args, self._grant.codec)
         except (DecodingError, InputError) as error:
+            if isinstance(error, InputError) and not self._definition.checks_calls:
+                return self._fail(TypeError(str(error)))  # as of the call itself, a class that any caller can rebuild
             return self._quarantine(Reason.BAD_INPUT, error)
         the_pass = self._prepare(args, kwargs)
         try:
@@ -158,7 +168,7 @@ class Execution:
             except EncodingError as refused:
                 return self._fail(refused)
             return self._finish(RunState.SUCCEEDED, value=decoded, data=encoded.data)
-        return self._retry(error) or self._fail(error)
+        return self._retry(error, the_pass.next_input) or self._fail(error)
 
     def _left(self, how: Exit) -> Outcome:
         if isinstance(how, Suspended):
@@ -216,8 +226,11 @@ class Execution:
         self._database.notify()
         return Dropped("this process shuts down; the run goes on elsewhere")
 
-    def _retry(self, error: Exception) -> Parked | None:
-        """Park the run for its next attempt, if its policy allows one and the error is not in the journal for good."""
+    def _retry(self, error: Exception, changed: Encoded | None) -> Parked | None:
+        """Park the run for its next attempt, if its policy allows one and the error is not in the journal for good.
+
+        The attempt has other arguments where the body asked for that.
+        """
         if failures.is_recorded(error):
             return None
         count = self._grant.failures + 1
@@ -231,11 +244,17 @@ class Execution:
         kept = failures.capture(error)
         try:
             self._attempt.prove()
-            self._reporter.suspending(RunState.RETRYING, until)
+            self._reporter.suspending(RunState.RETRYING, until, cause(error))
             point("retry.commit.b")
             self._attempt.end(
                 lambda guard: (
-                    runs.retry(guard, delay_seconds=delay.total_seconds(), error=kept.to_bytes(), summary=kept.summary)
+                    runs.retry(
+                        guard,
+                        delay_seconds=delay.total_seconds(),
+                        error=kept.to_bytes(),
+                        summary=kept.summary,
+                        changed=changed,
+                    )
                     or None
                 ),
                 ended_as=(AttemptOutcome.FAILED,),

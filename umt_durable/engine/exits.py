@@ -44,8 +44,8 @@ class Released(Exit):
 class Replaced(Exit):
     """Another task takes this run's place, under the same id.
 
-    Shape: exactly one is set: `run` is inserted by the transaction that ends this one; `message` is kept in the outbox
-    by it, for what has to be published instead.
+    Shape: at most one is set: `run` is inserted by the transaction that ends this one; `message` is kept in the outbox
+    by it, for what has to be published instead. With neither the run ends without a result, and nothing follows it.
     """
 
     def __init__(self, *, run: NewRun | None = None, message: bytes | None = None) -> None:

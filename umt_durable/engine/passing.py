@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from typing import Any, NoReturn
 
 from umt_durable import telemetry, tracing
+from umt_durable.codec import Encoded
 from umt_durable.database import Database
 from umt_durable.engine.attempt import Attempt, exit_for
 from umt_durable.engine.branch import Blocked, Branch
@@ -81,6 +82,8 @@ class Pass:
         self._seqs = itertools.count(max(seqs, default=0) + 1)
         self._exit: Exit | None = None
         self._fatal: DurableError | None = None
+        self.next_input: Encoded | None = None
+        """The arguments of the next attempt, where the body asked to be tried again with others."""
 
     @property
     def branch(self) -> Branch:

@@ -20,7 +20,8 @@ class TaskDefinition:
 
     Shape: `body` takes the context first when `takes_context`; `schema` validates and types its other arguments;
     `function` is what was written, whose return annotation types the results where the body takes the context: of an
-    existing task it was never more than a hint.
+    existing task it was never more than a hint. `checks_calls` is off for a task that takes any call and fails for the
+    wrong ones when it is executed, as with Celery's `typing=False`.
     Units: `limit_seconds` is the attempt's own deadline; None is none.
     """
 
@@ -32,6 +33,7 @@ class TaskDefinition:
     takes_context: bool = True
     retry: RetryPolicy = field(default_factory=lambda: RetryPolicy.NONE)
     limit_seconds: float | None = None
+    checks_calls: bool = True
     raises: tuple[type[Exception], ...] = ()
     owner: str = ""
 

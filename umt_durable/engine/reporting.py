@@ -32,8 +32,8 @@ class Reporter(Protocol):
     def started(self) -> None:
         """Store that the run is being executed, if its task tracks that. Called on a fresh proof."""
 
-    def suspending(self, state: RunState, until: str) -> None:
-        """Store that the run is about to be parked. Called on a fresh proof, before the commit."""
+    def suspending(self, state: RunState, until: str, cause: Exception | None = None) -> None:
+        """Store that the run is about to be parked, after a failure with its cause. Called on a fresh proof."""
 
     def check_sleep(self, seconds: float) -> None:
         """Refuse a sleep that what waits for this run would not outlive. Called before the sleep is recorded.

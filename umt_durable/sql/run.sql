@@ -118,6 +118,7 @@ RETURNING run
 
 -- name: retry_run :maybe
 -- End the grant after a failure of the body, with the run due again after its back-off. The failure counts for the run.
+-- Arguments that are given replace those of the run: the body asked to be tried again with others.
 -- Locks: run, then attempt. Index: run_pkey.
 WITH r AS MATERIALIZED (
     SELECT no, fence FROM {schema}.run
@@ -126,7 +127,9 @@ WITH r AS MATERIALIZED (
 u AS (
     UPDATE {schema}.run
        SET state = 'retrying', wake_at = {schema}.now() + %(delay)s::interval, failures = failures + 1, error = %(error)s,
-           fence = run.fence + 1, claim = NULL, worker = NULL, crashes = 0, attempt_deadline = NULL
+           fence = run.fence + 1, claim = NULL, worker = NULL, crashes = 0, attempt_deadline = NULL,
+           args = coalesce(%(args)s::bytea, args), codec = coalesce(%(codec)s::smallint, codec),
+           digest = CASE WHEN %(args)s::bytea IS NULL THEN digest ELSE %(digest)s::bytea END
       FROM r WHERE run.no = r.no
     RETURNING run.no, run.wake_at)
 UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'failed', error = %(summary)s

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 from uuid import UUID
 
 from umt_durable import sql, texts
+from umt_durable.codec import Encoded
 from umt_durable.database import Connection
 from umt_durable.records import Enqueued, FinishedRun, Grant, LockedRun, NewRun, Run, RunNo, RunOwner, Token
 from umt_durable.states import Reason, RunState
@@ -132,13 +133,20 @@ def hand_over(guard: Guard, *, deliver_seconds: float) -> bool:
     return sql.maybe(guard.conn, "hand_over_run", deliver=timedelta(seconds=deliver_seconds), **guard.key) is not None
 
 
-def retry(guard: Guard, *, delay_seconds: float, error: bytes, summary: str) -> bool:
-    """Make the run due again after a failure; False when fenced or a cancel is pending."""
-    delay = timedelta(seconds=delay_seconds)
-    return (
-        sql.maybe(guard.conn, "retry_run", delay=delay, error=error, summary=texts.storable(summary), **guard.key)
-        is not None
+def retry(guard: Guard, *, delay_seconds: float, error: bytes, summary: str, changed: Encoded | None = None) -> bool:
+    """Make the run due again after a failure, with other arguments if there are any; False when fenced or cancelled."""
+    row = sql.maybe(
+        guard.conn,
+        "retry_run",
+        delay=timedelta(seconds=delay_seconds),
+        error=error,
+        summary=texts.storable(summary),
+        args=None if changed is None else changed.data,
+        codec=None if changed is None else changed.codec,
+        digest=None if changed is None else changed.digest,
+        **guard.key,
     )
+    return row is not None
 
 
 def quarantine(guard: Guard, *, reason: Reason, error: bytes, summary: str) -> bool:

@@ -1,0 +1,126 @@
+"""Tasks that were written for Celery and made durable later: what they take, give, raise and read is what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+import pytest
+from celery import states
+from celery.exceptions import Reject
+
+from tests.support import canvas_apps
+from tests.support.bodylog import BodyLog
+from tests.support.canvas_apps import Canvas, CanvasError
+from tests.support.wait import until
+from tests.support.workers import Worker
+from umt_durable.database import Connection
+from umt_durable.errors import InputError
+from umt_durable.states import RunState
+from umt_durable.store import outbox
+
+pytestmark = pytest.mark.processes
+
+APP = "tests.support.canvas_apps:app"
+
+
+@pytest.fixture
+def canvas(worker_env: dict[str, str]) -> Iterator[Canvas]:
+    """Return the tasks, for calling."""
+    canvas = canvas_apps.build(worker_env)
+    yield canvas
+    canvas.durable.stop()
+    canvas.app.close()
+
+
+def test_values_of_existing_tasks_are_what_celery_makes_of_them(
+    canvas: Canvas, start_worker: Callable[..., Worker]
+) -> None:
+    start_worker(app=APP, pool="threads", concurrency=2)
+    values, model = canvas.classic_values, canvas.classic_model
+
+    results = {
+        "tuple": values.delay("tuple", (3, {4: "4"})),
+        "keys": values.delay("keys", given=(5,)),
+        "result": values.delay("result"),
+        "given": values.delay("given", canvas.app.AsyncResult("other-id").as_tuple()),
+    }
+    models = [model.delay({"left": 1, "right": 2}), model.delay(canvas_apps.Pair(left=1, right=2))]
+
+    assert {name: result.get(timeout=60) for name, result in results.items()} == {
+        "tuple": [1, ["two", [3, {"4": "4"}]]],
+        "keys": {"1": [5], "moment": datetime(2026, 11, 30, tzinfo=UTC)},
+        "result": [["some-id", None], None],
+        "given": [["other-id", None], None],
+    }
+    assert [one.get(timeout=60) for one in models] == [{"left": 2, "right": 1}] * 2
+
+
+def test_a_retry_with_other_arguments_has_them(canvas: Canvas, start_worker: Callable[..., Worker]) -> None:
+    start_worker(app=APP, pool="threads", concurrency=2)
+    again = canvas.classic_again
+
+    results = [again.delay(1, "args"), again.delay(1, "kwargs"), again.delay(value=1, how="args")]
+
+    assert [one.get(timeout=60) for one in results] == [{"value": 2, "retries": 1, "redelivered": False}] * 3
+
+
+def test_the_state_retry_shows_what_the_retry_is_for(canvas: Canvas, start_worker: Callable[..., Worker]) -> None:
+    start_worker(app=APP, pool="threads", concurrency=1)
+
+    result = canvas.classic_again.delay(1, "cause", 3600)
+
+    until(lambda: canvas.durable.get(result.id).state is RunState.RETRYING, timeout=60, what="the retry")
+    assert result.state == states.RETRY
+    assert isinstance(result.result, CanvasError)
+    assert str(result.result) == "the cause"
+
+
+def test_reject_and_ignore_of_a_body_mean_what_they_mean_to_celery(
+    canvas: Canvas, start_worker: Callable[..., Worker], body_log: BodyLog, conn: Connection
+) -> None:
+    start_worker(app=APP, pool="prefork", concurrency=1)
+    again, mark = canvas.classic_again, canvas.mark
+
+    requeued = again.delay(1, "requeue")
+    rejected = again.delay(1, "reject")
+    ignored = again.apply_async((1, "ignore"), link=mark.s(name="linked"), link_error=canvas.old_errback.s())
+
+    assert requeued.get(timeout=60) == {"value": 1, "retries": 0, "redelivered": True}
+    with pytest.raises(Reject):
+        rejected.get(timeout=60)
+    until(lambda: canvas.durable.get(ignored.id).state is RunState.SUCCEEDED, timeout=60, what="the ignored run to end")
+    until(lambda: outbox.status(conn)[0] == 0, timeout=60, what="the outbox to be empty")
+    assert canvas.durable.get(rejected.id).state is RunState.FAILED
+    assert not ignored.ready()
+    assert [body_log.count(step=step) for step in ("mark-linked", f"old-{ignored.id}", "again-requeue")] == [0, 0, 2]
+
+
+def test_a_wrong_call_is_a_type_error_at_once_or_where_the_task_wants_it_so_when_it_runs(
+    canvas: Canvas, start_worker: Callable[..., Worker]
+) -> None:
+    start_worker(app=APP, pool="threads", concurrency=1)
+
+    with pytest.raises(TypeError, match="value: is missing") as refused:
+        canvas.classic.delay()
+    late = canvas.classic_loose.delay(1)
+
+    assert isinstance(refused.value, InputError)
+    with pytest.raises(TypeError, match="right: is missing"):
+        late.get(timeout=60)
+    assert canvas.durable.get(late.id).state is RunState.FAILED
+
+
+def test_a_body_reads_its_declared_limits_and_the_properties_of_its_message(
+    canvas: Canvas, start_worker: Callable[..., Worker]
+) -> None:
+    start_worker(app=APP, pool="threads", concurrency=1)
+    call = canvas.classic_request.apply_async
+
+    results = [call(), call(time_limit=10, soft_time_limit=5), call(app_id="1234")]
+
+    assert [one.get(timeout=60) for one in results] == [
+        {"limits": [60, 45], "app_id": None},
+        {"limits": [10, 5], "app_id": None},
+        {"limits": [60, 45], "app_id": "1234"},
+    ]
