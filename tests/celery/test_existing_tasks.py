@@ -12,6 +12,7 @@ from celery.exceptions import Reject
 from tests.support import canvas_apps
 from tests.support.bodylog import BodyLog
 from tests.support.canvas_apps import Canvas, CanvasError
+from tests.support.gates import Gates
 from tests.support.wait import until
 from tests.support.workers import Worker
 from umt_durable.database import Connection
@@ -124,3 +125,23 @@ def test_a_body_reads_its_declared_limits_and_the_properties_of_its_message(
         {"limits": [10, 5], "app_id": None},
         {"limits": [60, 45], "app_id": "1234"},
     ]
+
+
+def test_inspect_shows_what_a_run_was_called_with(
+    canvas: Canvas, start_worker: Callable[..., Worker], gates: Gates
+) -> None:
+    start_worker(app=APP, pool="prefork", concurrency=1)
+    gates.close("open")
+    result = canvas.classic_gated.delay("open", more={"x": [1]})
+    until(lambda: gates.reached("open"), timeout=60, what="the body to begin")
+
+    inspect = canvas.app.control.inspect(timeout=10, limit=1)
+    [active] = next(iter(inspect.active().values()))
+    [safe] = next(iter(inspect.active(safe=True).values()))
+    [(_, queried)] = next(iter(inspect.query_task(result.id).values())).values()
+    gates.open("open")
+
+    assert (active["id"], active["args"], active["kwargs"]) == (result.id, ["open"], {"more": {"x": [1]}})
+    assert (safe["args"], safe["kwargs"]) == ("['open']", "{'more': {'x': [1]}}")
+    assert queried["args"] == ["open"]
+    assert result.get(timeout=60) == "open"

@@ -16,7 +16,7 @@ from celery import Celery, chain, chord, current_task, group, shared_task
 from celery.exceptions import Ignore, Reject
 from pydantic import BaseModel
 
-from tests.support import bodylog
+from tests.support import bodylog, gates
 from tests.support.apps import _given
 from tests.support.queues import QUEUE
 from umt_durable import Durable, DurableTask, TaskContext, current_context
@@ -50,6 +50,7 @@ class Canvas:
     classic_values: Any
     classic_model: Any
     classic_again: Any
+    classic_gated: Any
     classic_loose: Any
     classic_request: Any
     long_nap: Any
@@ -215,6 +216,11 @@ def _classic_tasks(app: Celery) -> dict[str, Any]:
             raise Reject(f"{how} it", requeue=how == "requeue")
         return {"value": value, "retries": request.retries, "redelivered": bool(info.get("redelivered"))}
 
+    @app.task(name="canvas.classic_gated", base=DurableTask, shared=False)
+    def classic_gated(gate: str, more: Any = None) -> str:
+        gates.pass_through(gate)
+        return gate
+
     @app.task(name="canvas.classic_loose", base=DurableTask, typing=False, shared=False)
     def classic_loose(left: int, right: int) -> int:
         return left + right
@@ -235,6 +241,7 @@ def _classic_tasks(app: Celery) -> dict[str, Any]:
         "classic_values": classic_values,
         "classic_model": classic_model,
         "classic_again": classic_again,
+        "classic_gated": classic_gated,
         "classic_loose": classic_loose,
         "classic_request": classic_request,
     }

@@ -129,7 +129,12 @@ def _journal(folder: Path, say: Callable[[str], None], name: str) -> Iterator[di
     server = PrivatePostgres(folder / f"postgres-{name}")
     try:
         make_schema(server.url, "celery_suite")
-        yield {"DURABLE_DATABASE_URL": server.url, "DURABLE_SCHEMA": "celery_suite", "DURABLE_EMBEDDED": "0"}
+        yield {
+            "DURABLE_DATABASE_URL": server.url,
+            "DURABLE_SCHEMA": "celery_suite",
+            "DURABLE_EMBEDDED": "0",
+            "DURABLE_POLL_SECONDS": "0.1",  # every run waits once for a timer, some of them in long chains
+        }
         with psycopg.connect(server.url) as conn:
             row = conn.execute(
                 "SELECT count(DISTINCT run), count(*) FILTER (WHERE outcome = 'suspended') FROM celery_suite.attempt"

@@ -28,6 +28,7 @@ from umt_durable.bridge.outbox import Outbox
 from umt_durable.bridge.publisher import Publisher
 from umt_durable.bridge.reporter import CeleryReporter
 from umt_durable.bridge.runtime import NODE_VARIABLE
+from umt_durable.bridge.runtime import Delivery as MainDelivery
 from umt_durable.bridge.spawned import worker_app
 from umt_durable.bridge.task import DurableTask
 from umt_durable.bridge.typed import AsyncBody, Body, DurableTaskOf, P, R, TaskMaker
@@ -37,7 +38,7 @@ from umt_durable.engine.executor import Executor
 from umt_durable.engine.ops import Ops
 from umt_durable.engine.registry import TaskRegistry
 from umt_durable.engine.retry import RetryPolicy
-from umt_durable.errors import ConfigurationError, DatabaseUnavailableError
+from umt_durable.errors import ConfigurationError, DatabaseUnavailableError, DecodingError
 from umt_durable.records import Run
 from umt_durable.redaction import redact_url
 from umt_durable.services import events
@@ -346,6 +347,14 @@ class Durable(AsyncVerbs):
     def has_run(self, run_id: str) -> bool:
         """Say whether a run with this id exists."""
         return bool(self.database.do(lambda conn: runs.of_id(conn, run_id)))
+
+    def arguments_of(self, delivery: MainDelivery) -> tuple[Sequence[object], Mapping[str, object]] | None:
+        """Read what a run was called with, for people; None when it has no row or cannot be read."""
+        found = self.database.do(lambda conn: runs.arguments(conn, delivery.run, delivery.nesting))
+        try:
+            return None if found is None else deliver.plain_arguments(*found)
+        except DecodingError:
+            return None
 
     def check_schema(self) -> None:
         """Refuse a schema that does not fit this code.

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import wraps
-from typing import Any
+from threading import Thread
+from typing import Any, Final
 from uuid import uuid4
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
@@ -20,6 +21,7 @@ from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.exceptions import Ignore, Reject, Retry
 from celery.local import Proxy
 from celery.utils.log import get_logger
+from celery.utils.saferepr import saferepr
 from celery.worker import state as worker_state
 from celery.worker.request import Request
 
@@ -29,6 +31,10 @@ from umt_durable.bridge.runtime import CLAIM_KEY, Delivery, runtime_of
 logger = get_logger(__name__)
 
 _STATUS = re.compile(r"(signal|exitcode) (-?\d+)")
+
+
+SHOWN_SECONDS: Final = 1.0
+"""How long `inspect` waits for the arguments of one delivery."""
 
 
 class EarlyTask(Proxy):
@@ -92,6 +98,32 @@ class DurableRequest(Request):
     def revoked(self) -> bool:
         """Say whether the message went back to the broker. A revoke is a cancel in Postgres, not a list in memory."""
         return self._returned
+
+    def info(self, safe: bool = False) -> dict[str, Any]:
+        """Describe the delivery for `inspect`. What a hint's run was called with stands in its row."""
+        said: dict[str, Any] = super().info(safe=safe)
+        found = self._ask_arguments() if self._facade is not self._task else None
+        if found is not None:
+            args, kwargs = list(found[0]), dict(found[1])
+            said.update(args=saferepr(args) if safe else args, kwargs=saferepr(kwargs) if safe else kwargs)
+        return said
+
+    def _ask_arguments(self) -> tuple[Sequence[object], Mapping[str, object]] | None:
+        """Read the arguments in a thread: the loop of the worker never waits long for the database."""
+        asked: Future[tuple[Sequence[object], Mapping[str, object]] | None] = Future()
+
+        def ask() -> None:
+            try:
+                asked.set_result(runtime_of(self._app).arguments_of(self.delivery))
+            except Exception as error:  # noqa: BLE001 - it is told to who waits, if anyone still does
+                asked.set_exception(error)
+
+        Thread(target=ask, name="umt-durable-inspect", daemon=True).start()
+        try:
+            return asked.result(SHOWN_SECONDS)
+        except Exception as error:  # noqa: BLE001 - an answer without arguments is better than none
+            logger.warning("The arguments of %s[%s] cannot be read: %s", self.name, self.id, type(error).__name__)
+            return None
 
     def give_back(self) -> bool:
         """Requeue the message, if no child can have it yet, so that another worker may take it.

@@ -150,6 +150,12 @@ class DurableRuntime(Protocol):
     def has_run(self, run_id: str) -> bool:
         """Say whether a run row with this id exists, in the database."""
 
+    def arguments_of(self, delivery: Delivery) -> tuple[Sequence[object], Mapping[str, object]] | None:
+        """Read what a run was called with, for people; None when it has no row or cannot be read.
+
+        Errors: DatabaseUnavailableError.
+        """
+
     def check_schema(self) -> None:
         """Return if the schema fits this code. Leaves no connection open: the pool forks afterwards.
 

@@ -301,6 +301,11 @@ SELECT no, id, nesting, state, fence, cancel_at IS NOT NULL, paused_at IS NOT NU
 -- Locks: none. Index: run_id_nesting.
 SELECT no, state FROM {schema}.run WHERE id = %(id)s ORDER BY nesting DESC
 
+-- name: arguments_of_run :maybe
+-- Read what a run was called with.
+-- Locks: none. Index: run_id_nesting.
+SELECT args, codec FROM {schema}.run WHERE id = %(id)s AND nesting = %(nesting)s
+
 -- name: stamped_runs :many
 -- List the next live runs whose message carries stamps. For a revoke by stamps, which is rare: it reads the whole table.
 -- Locks: none. Index: run_pkey.

@@ -240,6 +240,12 @@ def of_id(conn: Connection, id: str) -> list[tuple[int, RunState]]:
     return [(row[0], RunState(row[1])) for row in sql.many(conn, "runs_of_id", id=id)]
 
 
+def arguments(conn: Connection, id: str, nesting: int) -> tuple[bytes, int] | None:
+    """Read the arguments of a run and their codec; None when there is no such run."""
+    row = sql.maybe(conn, "arguments_of_run", id=id, nesting=nesting)
+    return None if row is None else (bytes(row[0]), int(row[1]))
+
+
 def lost(conn: Connection, *, limit: int, after: int = 0) -> list[Candidate]:
     """List running runs, beyond a given number, without a live owner or past their attempt's deadline."""
     return [(RunNo(row[0]), row[1]) for row in sql.many(conn, "lost_runs", limit=limit, after=after)]
