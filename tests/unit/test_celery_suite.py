@@ -170,12 +170,15 @@ def test_the_selection_is_pytests_own() -> None:
     assert command.selection(chosen) == ["t/integration/test_canvas.py", "t/integration/test_beat.py", "-k", "a or b"]
 
 
-def test_an_earlier_plain_run_is_of_one_broker(tmp_path: Path) -> None:
-    file = tmp_path / "plain.jsonl"
+@pytest.mark.parametrize("option", ["--plain-from", "--durable-from"])
+def test_an_earlier_run_is_of_one_broker(tmp_path: Path, option: str) -> None:
+    file = tmp_path / "run.jsonl"
     file.touch()
 
-    assert command.arguments(["--broker", "redis", "--plain-from", str(file)]).plain_from == file
-    for wrong in (["--plain-from", str(file)], ["--broker", "redis", "--plain-from", str(tmp_path / "none")]):
+    chosen = command.arguments(["--broker", "redis", option, str(file)])
+
+    assert file in (chosen.plain_from, chosen.durable_from)
+    for wrong in ([option, str(file)], ["--broker", "redis", option, str(tmp_path / "none")]):
         with pytest.raises(SystemExit):
             command.arguments(wrong)
 

@@ -38,10 +38,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-k", dest="words", metavar="EXPRESSION", help="only tests that fit, as pytest's -k")
     parser.add_argument("--only", action="append", metavar="FILE", help="only this file, such as test_canvas.py")
     parser.add_argument("--plain-from", type=Path, metavar="FILE", help="outcomes of an earlier plain run (.jsonl)")
+    parser.add_argument("--durable-from", type=Path, metavar="FILE", help="the same of an earlier durable run")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="where results go (default: a new folder)")
     chosen = parser.parse_args(argv)
-    if chosen.plain_from is not None and (chosen.broker == "both" or not chosen.plain_from.is_file()):
-        parser.error("--plain-from needs a file of outcomes, and the one broker it was made with in --broker")
+    for file in (chosen.plain_from, chosen.durable_from):
+        if file is not None and (chosen.broker == "both" or not file.is_file()):
+            parser.error(f"{file}: an earlier run is a file of outcomes, and needs its broker in --broker")
     return chosen
 
 
@@ -55,10 +57,11 @@ def run_broker(suite: Suite, chosen: argparse.Namespace, known: frozenset[str]) 
     """Run both ways against one broker, repeat alone what differs, and say what is left of the difference."""
     wanted = selection(chosen)
     plain = outcomes.load(chosen.plain_from) if chosen.plain_from else suite.run("plain", wanted)
-    durable = suite.run("durable", wanted)
-    if chosen.plain_from:
-        limited = bool(chosen.only or chosen.words)
-        plain = {test: one for test, one in plain.items() if test in durable or not limited}
+    durable = outcomes.load(chosen.durable_from) if chosen.durable_from else suite.run("durable", wanted)
+    if (chosen.only or chosen.words) and (chosen.plain_from or chosen.durable_from):
+        # The earlier run may be a whole one: of it that part alone is compared which the other one has.
+        plain = {test: one for test, one in plain.items() if test in durable}
+        durable = {test: one for test, one in durable.items() if test in plain}
     once_more, again = outcomes.to_repeat(plain, durable)
     if once_more or again:
         suite.say(f"{suite.broker}: {len(once_more) + len(again)} tests passed in one run only; each is repeated alone")
