@@ -144,4 +144,14 @@ def test_inspect_shows_what_a_run_was_called_with(
     assert (active["id"], active["args"], active["kwargs"]) == (result.id, ["open"], {"more": {"x": [1]}})
     assert (safe["args"], safe["kwargs"]) == ("['open']", "{'more': {'x': [1]}}")
     assert queried["args"] == ["open"]
+    assert active["delivery_info"]["priority"] == 0
     assert result.get(timeout=60) == "open"
+
+
+def test_an_eager_call_under_the_id_of_a_run_that_has_ended_gives_its_outcome(canvas: Canvas) -> None:
+    done = [canvas.hop.apply((1,), task_id="done") for _ in range(2)]
+    failed = [canvas.fail.apply((1,), task_id="failed") for _ in range(2)]
+
+    assert [one.get() for one in done] == [2, 2]
+    assert ["failed with 1" in str(one.result) for one in failed] == [True, True]
+    assert [len(canvas.durable.history(run_id).attempts) for run_id in ("done", "failed")] == [1, 1]

@@ -98,7 +98,7 @@ class ReadyMessage(amqp.Message):
         properties.setdefault("message_id", str(row.key))
         super().__init__(
             row.body,
-            priority=row.priority,
+            priority=row.priority or 0,  # as Celery's own messages have it: bodies and `inspect` read it
             content_type=row.content_type,
             content_encoding=row.content_encoding,
             application_headers=row.headers,

@@ -22,12 +22,14 @@ from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.reporter import CeleryReporter
 from umt_durable.bridge.revoke import announce_revoked
 from umt_durable.bridge.runtime import CLAIM_KEY
+from umt_durable.engine import failures
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.outcomes import Delivery, Dropped, Finished, Outcome, Parked, Superseded
 from umt_durable.engine.registry import TaskDefinition
 from umt_durable.engine.retry import RetryAfter
+from umt_durable.errors import UnknownTaskError
 from umt_durable.failpoints import point
-from umt_durable.records import event_id
+from umt_durable.records import FinishedRun, event_id
 from umt_durable.states import OutboxType, RunState
 
 if TYPE_CHECKING:
@@ -237,6 +239,20 @@ def stored_error(durable: Durable, failure: Failure) -> Exception:
         return error
     stand_in: type[Exception] = type(failure.type, (Exception,), {"__module__": failure.module})
     return stand_in(*failure.args)
+
+
+def outcome_of(durable: Durable, run: FinishedRun) -> tuple[Any, Exception | None]:
+    """Return what a run ended in: its result in a form for result backends, or its error."""
+    if run.state is RunState.FAILED:
+        assert run.error is not None
+        return None, stored_error(durable, failures.from_bytes(run.error))
+    if run.state is not RunState.SUCCEEDED or run.result is None:
+        return None, None
+    try:
+        definition = durable.tasks.get(run.task, run.version)
+    except UnknownTaskError:  # a relay that does not load the tasks' code
+        return codec.decode(run.result, codec.EMPTY, run.codec), None
+    return plain(codec.decode(run.result, definition.result, run.codec), run.result, definition), None
 
 
 def plain_arguments(data: bytes, number: int) -> tuple[Sequence[object], Mapping[str, object]]:

@@ -12,15 +12,14 @@ from celery.exceptions import BackendError
 from celery.utils.log import get_logger
 from kombu.exceptions import OperationalError
 
-from umt_durable import codec, tracing
+from umt_durable import tracing
 from umt_durable.bridge import callbacks, message, sending
-from umt_durable.bridge.deliver import plain, plain_arguments, stored_error
+from umt_durable.bridge.deliver import outcome_of, plain_arguments
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.outgoing import Outgoing, Report, reason
 from umt_durable.bridge.publisher import Publisher
 from umt_durable.bridge.revoke import announce_revoked
-from umt_durable.engine import failures
-from umt_durable.errors import BrokerUnavailableError, DatabaseUnavailableError, DecodingError, UnknownTaskError
+from umt_durable.errors import BrokerUnavailableError, DatabaseUnavailableError, DecodingError
 from umt_durable.records import FinishedRun, OutboxEntry
 from umt_durable.services.events import HOPELESS
 from umt_durable.states import OutboxType, RunState
@@ -164,7 +163,7 @@ class CeleryDispatcher:
         app = self._durable.app
         request = self._request(run, envelope)
         backend = self._backend(run.task)
-        value, error = self._outcome(run)
+        value, error = outcome_of(self._durable, run)
         if entry.type == OutboxType.CALLBACK and entry.payload is not None:
             callbacks.dispatch_stored(app, request, bytes(entry.payload))
             return
@@ -199,18 +198,6 @@ class CeleryDispatcher:
             task = self._durable.app.tasks.get(run.task)
             request.ignore_result = bool(getattr(task, "ignore_result", False))
         return request
-
-    def _outcome(self, run: FinishedRun) -> tuple[Any, Exception | None]:
-        if run.state is RunState.FAILED:
-            assert run.error is not None
-            return None, stored_error(self._durable, failures.from_bytes(run.error))
-        if run.state is not RunState.SUCCEEDED or run.result is None:
-            return None, None
-        try:
-            definition = self._durable.tasks.get(run.task, run.version)
-        except UnknownTaskError:  # a relay that does not load the tasks' code
-            return codec.decode(run.result, codec.EMPTY, run.codec), None
-        return plain(codec.decode(run.result, definition.result, run.codec), run.result, definition), None
 
     def _backend(self, task: str) -> Any:
         known = self._durable.app.tasks.get(task)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from umt_durable.bridge import deliver, enqueuing
 from umt_durable.bridge.envelope import EMPTY
 from umt_durable.bridge.message import TaskMessage
+from umt_durable.database import Connection
 from umt_durable.engine.outcomes import Delivery, Finished, Parked
 from umt_durable.errors import DefinitionError, DurableError
-from umt_durable.records import Grant
+from umt_durable.records import FinishedRun, Grant
 from umt_durable.services.intake import take_in
 from umt_durable.states import RunState
+from umt_durable.store import runs
 
 if TYPE_CHECKING:
     from umt_durable.bridge.durable import Durable
@@ -48,7 +50,8 @@ def perform_eagerly(
 ) -> Any:
     """Execute a run in the caller and return its result.
 
-    The run is stored without a hint, so that no worker takes it first.
+    The run is stored without a hint, so that no worker takes it first. Under the id of a run that has ended already,
+    as of a chain that is applied once more, its outcome is returned.
     Errors: what the body raises; DefinitionError for what only a worker can do; DurableError when the run is parked
     instead: it lives on, and a worker ends it.
     """
@@ -85,4 +88,21 @@ def perform_eagerly(
             f"{task.name} was called eagerly, but its run is parked ({outcome.state} {outcome.until}); "
             "a worker will go on with it"
         )
-    raise DurableError(f"{task.name} was called eagerly, but its run did not end here: {outcome}")
+    run = _ended(durable, delivery)
+    if run is None:
+        raise DurableError(f"{task.name} was called eagerly, but its run did not end here: {outcome}")
+    value, error = deliver.outcome_of(durable, run)
+    if error is not None:
+        raise error
+    return value
+
+
+def _ended(durable: Durable, delivery: Delivery) -> FinishedRun | None:
+    """Return the run of an earlier call under the same id, if it has a result or an error."""
+
+    def look(conn: Connection) -> FinishedRun | None:
+        found = [runs.for_report(conn, no) for no, _ in runs.of_id(conn, delivery.run_id)]
+        ended = (RunState.SUCCEEDED, RunState.FAILED)
+        return next((run for run in found if run and run.nesting == delivery.nesting and run.state in ended), None)
+
+    return durable.database.do(look)
