@@ -26,6 +26,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS: Final = 600
 """How long a test may take that does not say so itself; a durable run does more per task than a plain one."""
 REPEATS: Final = 3
+NO_RERUNS: Final = ("-p", "no:rerunfailures")
+"""A test that is repeated alone has no further tries by its own flaky mark."""
 _SHOWN_SECONDS: Final = 60.0
 _PLUGINS: Final = ("no:celery", "no:valkey", "celery.contrib.pytest", "tools.celery_suite.recording")
 _NOTHING_SELECTED: Final = 5
@@ -63,7 +65,7 @@ class Suite:
         for number, test in enumerate(tests, start=1):
             for attempt in range(1, REPEATS + 1):
                 name = f"{self.broker}-{mode}-alone-{number}-{attempt}"
-                alone = self._pytest(name, mode, [test], lambda _outcomes: None).get(test)
+                alone = self._pytest(name, mode, [*NO_RERUNS, test], lambda _outcomes: None).get(test)
                 verdict = alone.verdict if alone is not None else "not run"
                 self.say(f"{self.broker}-{mode}: {test} alone, attempt {attempt} of {REPEATS}: {verdict}")
                 if alone is not None:
