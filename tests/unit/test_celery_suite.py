@@ -45,10 +45,10 @@ def test_tests_that_celery_expects_to_fail_are_never_lost() -> None:
 
 
 def test_only_what_passed_in_one_run_alone_is_repeated() -> None:
-    plain = run(both=PASSED, lost=PASSED, absent=PASSED, skipped=PASSED, gained=ERROR, neither=FAILED)
-    durable = run(both=PASSED, lost=FAILED, skipped=SKIPPED, gained=PASSED, neither=FAILED)
+    plain = run(both=PASSED, lost=PASSED, absent=PASSED, skipped=PASSED, known=PASSED, gained=ERROR, neither=FAILED)
+    durable = run(both=PASSED, lost=FAILED, skipped=SKIPPED, known=FAILED, gained=PASSED, neither=FAILED)
 
-    assert outcomes.to_repeat(plain, durable) == (["gained"], ["lost", "absent"])
+    assert outcomes.to_repeat(plain, durable, {"known"}) == (["gained"], ["lost", "absent"])
 
 
 def test_the_last_line_is_one_object_for_one_broker_and_for_both() -> None:

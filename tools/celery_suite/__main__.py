@@ -62,7 +62,7 @@ def run_broker(suite: Suite, chosen: argparse.Namespace, known: frozenset[str]) 
         # The earlier run may be a whole one: of it that part alone is compared which the other one has.
         plain = {test: one for test, one in plain.items() if test in durable}
         durable = {test: one for test, one in durable.items() if test in plain}
-    once_more, again = outcomes.to_repeat(plain, durable)
+    once_more, again = outcomes.to_repeat(plain, durable, known)
     if once_more or again:
         suite.say(f"{suite.broker}: {len(once_more) + len(again)} tests passed in one run only; each is repeated alone")
     plain = suite.repeat("plain", once_more, plain)

@@ -68,14 +68,16 @@ def passed(outcomes: Outcomes) -> set[str]:
     return {test for test, outcome in outcomes.items() if outcome.verdict is Verdict.PASSED}
 
 
-def to_repeat(plain: Outcomes, durable: Outcomes) -> tuple[list[str], list[str]]:
+def to_repeat(plain: Outcomes, durable: Outcomes, known: Set[str]) -> tuple[list[str], list[str]]:
     """Return which tests must be run alone before they count: those of the plain run, then those of the durable run.
 
-    It is a test that passed in one of the two runs and did not in the other, in the order of the runs.
+    It is a test that passed in one of the two runs and did not in the other, in the order of the runs. A known loss
+    fails by what it is, not by chance: it is not repeated.
     """
     plainly, durably = passed(plain), passed(durable)
     once_more = [test for test, outcome in plain.items() if outcome.verdict in BAD and test in durably]
-    again = [test for test in plain if test in plainly and test not in durably and not _is_skipped(durable, test)]
+    lost = [test for test in plain if test in plainly and test not in durably and test not in known]
+    again = [test for test in lost if not _is_skipped(durable, test)]
     return once_more, again
 
 
