@@ -155,10 +155,12 @@ def test_a_flaky_test_counts_as_it_ended_and_tells_its_reruns(tmp_path: Path) ->
     file = tmp_path / "run.jsonl"
     recorder = Recorder(file)
 
-    for one in (report("setup"), report(outcome="rerun"), report("setup"), report(), report("teardown")):
+    first = report("setup"), report(outcome="rerun"), report("teardown")
+    for one in (*first, report("setup"), report(), report("teardown")):
         recorder.pytest_runtest_logreport(one)
 
     assert outcomes.load(file) == {"t::a": Outcome("t::a", PASSED, 1.5, 1)}
+    assert len(file.read_text().splitlines()) == 1
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

@@ -31,7 +31,9 @@ class Recorder:
             return
         if report.when == "setup":
             self._reports[test] = []
-        self._reports.setdefault(test, []).append(report)
+        elif test not in self._reports:
+            return  # the teardown of a try that is repeated
+        self._reports[test].append(report)
         if report.when == "teardown":
             self._write(test, self._reports.pop(test))
 
