@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         UnknownOpError,
         UnknownRunError,
         UnknownTaskError,
+        WrongStatusError,
     )
     from umt_durable.migrate import migrate_engine_schema
     from umt_durable.records import Op, OutboxEvent, Run
@@ -121,6 +122,7 @@ __all__ = [
     "UnknownOpError",
     "UnknownRunError",
     "UnknownTaskError",
+    "WrongStatusError",
     "app",
     "create_default_registry",
     "current_context",

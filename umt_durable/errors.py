@@ -17,6 +17,7 @@
     ├── UnknownTaskError
     ├── UnknownRunError
     ├── UnknownEventError             no row of the outbox has this id
+    ├── WrongStatusError              what a person wants of a run is not possible in its state
     ├── IdempotencyConflictError      the same key was used with other input
     ├── RunExistsError                the same key was used before, and the caller wants a new run or none
     ├── OpConflictError               the same op key was used with another request
@@ -150,6 +151,20 @@ class UnknownEventError(DurableError):
     def __init__(self, event: object) -> None:
         self.event = event
         super().__init__(f"no outbox row with id {str(event)!r}")
+
+
+class WrongStatusError(DurableError):
+    """What a person wants of a run is not possible in the state it is in.
+
+    Shape: `code` is `wrong_status`; `run` is the id of the run that is in this state, `state` that state.
+    """
+
+    code = "wrong_status"
+
+    def __init__(self, run: str, state: str, wanted: str) -> None:
+        self.run = run
+        self.state = state
+        super().__init__(f"run {run} is {state}: {wanted}")
 
 
 class IdempotencyConflictError(DurableError):

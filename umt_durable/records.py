@@ -278,6 +278,29 @@ class Run:
     codec: int
     created_at: datetime
     finished_at: datetime | None
+    retry_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RetriedRun:
+    """A run that somebody wants to be retried."""
+
+    no: RunNo
+    id: str
+    nesting: int
+    state: RunState
+    envelope: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    """What a person did to a run. `detail` is what it met or made."""
+
+    act: str
+    actor: str
+    reason: str | None
+    detail: str | None
+    at: datetime
 
 
 @dataclass(frozen=True, slots=True)

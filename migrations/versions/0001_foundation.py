@@ -75,6 +75,7 @@ CREATE TABLE {schema}.run (
     cancel_at        timestamptz,
     parent_no        bigint,
     parent_key       text,
+    retry_of         bigint,
     ref              text,
     attributes       jsonb,
     result           bytea,
@@ -89,7 +90,7 @@ CREATE TABLE {schema}.run (
     CONSTRAINT run_due_while_asleep CHECK (state NOT IN ('sleeping', 'retrying') OR wake_at IS NOT NULL),
     CONSTRAINT run_delivered_while_ready CHECK (state <> 'ready' OR deliver_by IS NOT NULL)
 ) WITH (fillfactor = 70);
-CREATE INDEX run_ready ON {schema}.run (deliver_by, queue) WHERE state = 'ready';
+CREATE INDEX run_ready ON {schema}.run (deliver_by, queue) WHERE state = 'ready' AND paused_at IS NULL;
 CREATE INDEX run_due ON {schema}.run (wake_at) WHERE state IN ('sleeping', 'waiting', 'retrying');
 CREATE INDEX run_running ON {schema}.run (worker) WHERE state = 'running';
 CREATE INDEX run_expiring ON {schema}.run (expires_at) WHERE expires_at IS NOT NULL;
@@ -149,7 +150,7 @@ CREATE TABLE {schema}.wait (
     key        text NOT NULL,
     seq        int NOT NULL,
     name       text NOT NULL,
-    address    text NOT NULL,
+    address    text COLLATE "C" NOT NULL,
     mode       text NOT NULL,
     deadline   timestamptz,
     state      text NOT NULL DEFAULT 'pending'
@@ -169,7 +170,7 @@ CREATE INDEX wait_parts ON {schema}.wait (run, part_of) WHERE part_of IS NOT NUL
 
 CREATE TABLE {schema}.fact (
     id        uuid CONSTRAINT fact_pkey PRIMARY KEY,
-    address   text NOT NULL,
+    address   text COLLATE "C" NOT NULL,
     name      text NOT NULL,
     payload   bytea,
     actor     text,
@@ -259,6 +260,20 @@ CREATE TABLE {schema}.setting (
     value jsonb NOT NULL
 );
 INSERT INTO {schema}.setting (name, value) VALUES ('min_writer', '1');
+"""
+
+AUDIT = """
+-- What people did to runs, written with what they did and never changed.
+CREATE TABLE {schema}.audit (
+    id     uuid CONSTRAINT audit_pkey PRIMARY KEY,
+    act    text NOT NULL,
+    run    bigint,
+    actor  text NOT NULL,
+    reason text,
+    detail text,
+    at     timestamptz NOT NULL DEFAULT {schema}.now()
+);
+CREATE INDEX audit_run ON {schema}.audit (run, at) WHERE run IS NOT NULL;
 """
 
 # What callers run inside their own transactions: INSERT only, so that a transaction left open blocks no run (I23).
@@ -406,5 +421,5 @@ CREATE VIEW {schema}.run_view AS
 
 def upgrade(schema: str) -> None:
     """Create everything of the first revision."""
-    for part in (CLOCK, RUN, JOURNAL, LEDGER, OUTBOX, FUNCTIONS, VIEWS):
+    for part in (CLOCK, RUN, JOURNAL, LEDGER, OUTBOX, AUDIT, FUNCTIONS, VIEWS):
         op.execute(ddl(part, schema))

@@ -1,4 +1,4 @@
-"""`umt-durable status|runs|show|signal|cancel`, without a terminal."""
+"""`umt-durable status|runs|show|signal|cancel|retry|pause|resume`, without a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from umt_durable.settings import Settings
 
 DUE = datetime(2100, 1, 1, tzinfo=UTC)
 UNKNOWN = "3c7a1f7e-0000-4000-8000-000000000000"
-COMMANDS = (["status"], ["runs"], ["show", UNKNOWN], ["signal", UNKNOWN, "go"], ["cancel", UNKNOWN])
+COMMANDS = (
+    ["status"],
+    ["runs"],
+    ["show", UNKNOWN],
+    ["signal", UNKNOWN, "go"],
+    ["cancel", UNKNOWN],
+    ["retry", UNKNOWN],
+    ["pause", UNKNOWN],
+    ["resume", UNKNOWN],
+)
 
 
 @pytest.fixture
@@ -192,6 +201,33 @@ def test_cancel_ends_a_run_that_waits_with_its_reason(cli: Cli, conn: Connection
     assert told == f"{run} cancelled\n"
     assert again == f"{run} has ended before: cancelled\n"
     assert json.loads(cli("cancel", run, "--json").stdout)["reason"] == "customer"
+
+
+def test_pause_and_resume_say_where_the_run_stands(cli: Cli) -> None:
+    run = cli.tasks.one_step.enqueue(1).id
+
+    assert cli("pause", run, "--reason", "stocktaking").stdout == f"{run} ready paused\n"
+    assert [line[3] for line in cli.lines("runs")] == ["ready paused"]
+    assert json.loads(cli("resume", run, "--json").stdout)["paused_at"] is None
+
+    cli("cancel", run)
+    assert f"run {run} is cancelled" in one_line(cli("pause", run, status=1))
+
+
+def test_retry_releases_or_takes_up_a_run_and_show_tells_who_did_it(cli: Cli, conn: Connection, schema: str) -> None:
+    run = cli.tasks.one_step.enqueue(1).id
+    assert f"run {run} is ready" in one_line(cli("retry", run, status=1))
+    set_state(conn, schema, run, "quarantined", reason="crash_budget")
+
+    assert cli("retry", run, "--reason", "fixed").stdout == f"{run} ready\n"
+
+    cli("cancel", run)
+    again = json.loads(cli("retry", run, "--json").stdout)["goes_on_as"]
+    assert cli("retry", run).stdout == f"{run} goes on as {again}\n"
+    told = [line for line in cli.lines("show", run) if line[0] == "audit"]
+    assert [(line[2], line[4]) for line in told] == [("retry", "fixed"), ("cancel", ""), ("retry", "")]
+    assert all(line[3].startswith("cli") for line in told)
+    assert ["run", "retry_of", run] in cli.lines("show", again)
 
 
 @pytest.mark.private_postgres_only

@@ -81,7 +81,7 @@ def test_i11_the_owner_of_a_running_run_is_asked_and_its_next_write_says_so(conn
 
     assert (counts.routed, counts.asked, counts.cancelled) == (1, 1, 0)
     assert runs.prove(Guard(conn, grant.token)) is True
-    assert runs.cancelled_claims(conn, worker) == [(grant.token.claim, "customer")]
+    assert runs.asked_claims(conn, worker) == [(grant.token.claim, "customer", "cancel")]
     assert kit.finish(conn, grant.token) is RunState.CANCELLED
 
 

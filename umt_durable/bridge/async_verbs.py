@@ -60,6 +60,18 @@ class AsyncVerbs:
         """Ask that a run end as cancelled; see `Client.cancel`."""
         return await in_thread(lambda own: self.client.cancel(run_id, reason=reason, conn=own, actor=actor), conn)
 
+    async def aretry(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> str:
+        """Have a run go on that stands still or ended without success; see `Client.retry`."""
+        return await in_thread(lambda own: self.client.retry(run_id, actor=actor, reason=reason, conn=own), conn)
+
+    async def apause(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> UUID:
+        """Have a run stand still until it is resumed; see `Client.pause`."""
+        return await in_thread(lambda own: self.client.pause(run_id, actor=actor, reason=reason, conn=own), conn)
+
+    async def aresume(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> UUID:
+        """Let a paused run go on; see `Client.resume`."""
+        return await in_thread(lambda own: self.client.resume(run_id, actor=actor, reason=reason, conn=own), conn)
+
     async def aget(self, run_id: str) -> Run:
         """Read one run; see `Client.get`."""
         return await in_thread(lambda _: self.client.get(run_id))

@@ -90,7 +90,7 @@ def runs(
         raise UnknownTaskError(task, durable.tasks.declared())
     columns = ("no", "id", "task", "state", "ref", "failures", "crashes", "queue", "created", "due")
     document = {
-        "runs": [_run_document(run) for run in found],
+        "runs": [run_document(run) for run in found],
         "before": found[-1].no if len(found) == limit else None,
     }
     emit(document, [Section("run", columns, [_run_row(run) for run in found], stacked=("id", "task"))], as_json=as_json)
@@ -102,7 +102,7 @@ def runs(
 @json_option
 @click.pass_context
 def show(ctx: click.Context, run_id: str, payloads: bool, as_json: bool) -> None:
-    """Show what happened to a run: its attempts, steps, waits and last error."""
+    """Show what happened to a run: its attempts, steps, waits and last error, and what people did to it."""
     durable = checked(ctx)
     history = durable.client.history(run_id)
     document = _history_document(durable, history, payloads=payloads)
@@ -145,12 +145,12 @@ def cancel(ctx: click.Context, run_id: str, reason: str | None, as_json: bool) -
     durable = checked(ctx)
     before = durable.client.get(run_id)
     if before.state.is_terminal:
-        emit(_run_document(before), [], as_json=True) if as_json else say(f"{run_id} has ended before: {before.state}")
+        emit(run_document(before), [], as_json=True) if as_json else say(f"{run_id} has ended before: {before.state}")
         return
     durable.client.cancel(run_id, reason=reason, actor=actor())
     run = durable.client.get(run_id)
     if as_json:
-        emit(_run_document(run), [], as_json=True)
+        emit(run_document(run), [], as_json=True)
     else:
         say(f"{run_id} {run.state}" if run.state.is_terminal else f"{run_id} {run.state}, will end at its next step")
 
@@ -163,7 +163,7 @@ def checked(ctx: click.Context, *, tasks: bool = False) -> Durable:
 
 
 def actor() -> str:
-    """Return who calls the command, for what is kept of it."""
+    """Return who calls the command, as facts and the audit keep it."""
     try:
         return f"cli:{getpass.getuser()}"
     except (OSError, KeyError):  # a user id without a name
@@ -183,20 +183,22 @@ def _task_of(run: Run) -> str:
     return run.task if run.version is None else f"{run.task}@{run.version}"
 
 
-def _state_of(run: Run) -> str:
-    marks = [f"({run.reason})" if run.reason else "", "paused" if run.paused_at else ""]
+def state_of(run: Run) -> str:
+    """Return where a run stands, as people read it."""
+    marks = [f"({run.reason})" if run.reason else "", "paused" if run.paused_at and not run.state.is_terminal else ""]
     asked = "cancel asked" if run.cancel_at and not run.state.is_terminal else ""
     return " ".join(filter(None, [str(run.state), *marks, asked]))
 
 
 def _run_row(run: Run) -> tuple[object, ...]:
     return (
-        *(run.no, run.id, _task_of(run), _state_of(run), run.ref, run.failures, run.crashes, run.queue),
+        *(run.no, run.id, _task_of(run), state_of(run), run.ref, run.failures, run.crashes, run.queue),
         *(run.created_at, run.wake_at),
     )
 
 
-def _run_document(run: Run) -> Document:
+def run_document(run: Run) -> Document:
+    """Return a run as programs read it."""
     return _visible(run)
 
 
@@ -209,7 +211,8 @@ def _history_document(durable: Durable, history: History, *, payloads: bool) -> 
     run = history.run
     failure = durable.client.failure(run)
     document: Document = {
-        "run": _run_document(run),
+        "run": run_document(run),
+        "blocked": _blocked(durable, run),
         "error": None if failure is None else failure.summary,
         "attempts": [
             {"no": number} | _visible(attempt) | {"error": attempt.error}
@@ -217,12 +220,23 @@ def _history_document(durable: Durable, history: History, *, payloads: bool) -> 
         ],
         "steps": [_step_document(step, run.codec, payloads=payloads) for step in history.steps],
         "waits": [_wait_document(wait, payloads=payloads) for wait in history.waits],
+        "audit": [asdict(entry) for entry in history.audit],
     }
     if payloads:
         stored = durable.database.do(lambda conn: diagnosis.arguments(conn, run.no))
         document["run"] |= {"input": shown(*stored) if stored else None, "result": shown(run.result, run.codec)}
         document["traceback"] = None if failure is None else failure.traceback
     return document
+
+
+def _blocked(durable: Durable, run: Run) -> str | None:
+    """Say why nobody takes a ready run, if that is so."""
+    if run.state is not RunState.READY or run.paused_at is not None:
+        return None
+    needed = _task_of(run)
+    if needed in durable.database.do(workers.live_versions):
+        return None
+    return f"no live worker declares {needed}: start one with that code"
 
 
 def _step_document(step: StepEntry, kind: int, *, payloads: bool) -> Document:
@@ -250,7 +264,7 @@ def shown(data: bytes | None, kind: int = codec.Codec.JSON) -> object:
 
 
 def _history_sections(document: Document) -> list[Section]:
-    run = {**document["run"], "error": document["error"]}
+    run = {**document["run"], "blocked": document["blocked"], "error": document["error"]}
     if document.get("traceback"):
         run["traceback"] = document["traceback"]
     return [
@@ -264,6 +278,7 @@ def _history_sections(document: Document) -> list[Section]:
             ("seq", "key", "kind", "state", "failures", "started_at", "finished_at", "wake_at", "error", "result"),
         ),
         _section("wait", document["waits"], ("seq", "key", "name", "state", "deadline", "settled_at", "payload")),
+        _section("audit", document["audit"], ("at", "act", "actor", "reason", "detail")),
     ]
 
 

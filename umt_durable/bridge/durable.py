@@ -204,6 +204,18 @@ class Durable(AsyncVerbs):
         """Ask that a run end as cancelled; see `Client.cancel`."""
         return self.client.cancel(run_id, reason=reason, conn=conn, actor=actor)
 
+    def retry(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> str:
+        """Have a run go on that stands still or ended without success; see `Client.retry`."""
+        return self.client.retry(run_id, actor=actor, reason=reason, conn=conn)
+
+    def pause(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> UUID:
+        """Have a run stand still until it is resumed; see `Client.pause`."""
+        return self.client.pause(run_id, actor=actor, reason=reason, conn=conn)
+
+    def resume(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> UUID:
+        """Let a paused run go on; see `Client.resume`."""
+        return self.client.resume(run_id, actor=actor, reason=reason, conn=conn)
+
     def get(self, run_id: str) -> Run:
         """Read one run; see `Client.get`."""
         return self.client.get(run_id)

@@ -131,6 +131,7 @@ class Attempt:
         self.token = grant.token
         self._is_leaving = is_leaving
         self.signal = Abort()
+        self.is_paused = False
         self._database = database
         self._lease = lease
         # After a crash without progress the step that kills must be named, so each body asks for its grant first.
@@ -141,8 +142,11 @@ class Attempt:
         """The tokens under which effects are being executed now, by whatever thread."""
 
     def abort(self, reason: str) -> None:
-        """Ask the body to stop; called by the thread that renews the lease."""
-        self.signal.set(reason)
+        """Ask the body to stop; called by the thread that renews the lease. A pause lets the step in flight end."""
+        if reason == "pause":
+            self.is_paused = True
+        else:
+            self.signal.set(reason)
 
     def must_stop(self) -> bool:
         """Say whether the body is to be left at this call of the context."""

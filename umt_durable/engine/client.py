@@ -7,23 +7,31 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from uuid import UUID, uuid4
+from uuid import UUID, uuid4, uuid5
 
 from umt_durable import codec, telemetry, texts
 from umt_durable.database import Connection, Database
 from umt_durable.engine import failures
+from umt_durable.engine.context import NAMESPACE
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.ops import Ops
 from umt_durable.engine.waitables import check_name
-from umt_durable.errors import DefinitionError, IdempotencyConflictError, RunExistsError, UnknownRunError
+from umt_durable.errors import (
+    DefinitionError,
+    IdempotencyConflictError,
+    RunExistsError,
+    UnknownRunError,
+    WrongStatusError,
+)
 from umt_durable.failpoints import point
-from umt_durable.records import AttemptRecord, Enqueued, NewRun, Run, StepEntry, WaitEntry
+from umt_durable.records import AttemptRecord, AuditRecord, Enqueued, NewRun, RetriedRun, Run, StepEntry, WaitEntry
 from umt_durable.services import router
+from umt_durable.services.acts import MAX_REASON, Kind
 from umt_durable.session import Caller, caller
 from umt_durable.settings import Settings
 from umt_durable.sql import statements
 from umt_durable.states import RunState
-from umt_durable.store import attempts, facts, journal, runs, waits
+from umt_durable.store import attempts, audit, facts, journal, runs, waits
 
 T = TypeVar("T")
 
@@ -31,16 +39,19 @@ NOTIFY_EVERY_SECONDS = 0.005
 CALL_SECONDS = 10.0
 """How long a caller is kept waiting for a database that does not answer."""
 MAX_PAGE = 1000
+NOT_RETRIED = frozenset({"chord", "group", "group_index", "eta", "expires", "retries"})
+"""What a retry has not of the message of its run."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What happened to a run: its grants, its steps and its waits, each in order."""
+    """What happened to a run: its grants, its steps, its waits, and what people did to it, each in order."""
 
     run: Run
     attempts: list[AttemptRecord]
     steps: list[StepEntry]
     waits: list[WaitEntry]
+    audit: list[AuditRecord]
 
 
 class Access:
@@ -58,12 +69,15 @@ class Access:
 
     def _call(self, who: Caller, name: str, parameters: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Run one of our statements in a caller's transaction."""
-        row = who.one(statements(self._database.schema)[name].text.decode(), parameters)
+        row = who.one(self._text(name), parameters)
         if self._settings.notify == "after_commit":
             who.after_commit(self._notify)
         elif self._settings.notify == "transaction":
             who.one("SELECT pg_notify(%(channel)s, '')", {"channel": self._settings.channel})
         return row
+
+    def _text(self, name: str) -> str:
+        return statements(self._database.schema)[name].text.decode()
 
     def _notify(self) -> None:
         """Wake the relay, at most once per 5 ms: it looks again a little later by itself."""
@@ -136,7 +150,84 @@ class Client(Access):
         next step; a terminal one is left as it is.
         Errors: UnknownRunError.
         """
-        return self._say(run_id, "umt.cancel", _cancel_payload(reason), conn=conn, actor=actor, dedupe=None)
+        return self._say(run_id, Kind.CANCEL.fact, _because(reason), conn=conn, actor=actor, dedupe=None)
+
+    def retry(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> str:
+        """Have a run go on that stands still or ended without success, and return the id under which it does.
+
+        A quarantined run is made ready with a new crash budget (with `conn`: when a router sees the caller's commit). A
+        failed or cancelled one stays as it is (I12): a new run takes up what it had done. That one has an id derived
+        from the first, so asking twice makes one; asked again after it has ended too, the retry of the retry is made.
+        Errors: UnknownRunError; WrongStatusError for a run that succeeded or is under way; DefinitionError for an actor
+        or reason that cannot be stored.
+        """
+        check_person(actor, reason)
+        who = None if conn is None else caller(conn)
+        found = self._to_retry(_checked(run_id), who)
+        while found is not None and found.state in (RunState.FAILED, RunState.CANCELLED):
+            again = str(uuid5(NAMESPACE, json.dumps(["retry", found.id, found.nesting])))
+            after = self._to_retry(again, who)
+            if after is None:
+                self._insert_retry(found, again, who, actor, reason)
+                return again
+            found = after
+        if found is None:
+            raise UnknownRunError(run_id)
+        if found.state is RunState.QUARANTINED:
+            self._say(found.id, Kind.RETRY.fact, _because(reason), conn=conn, actor=actor, dedupe=None)
+        elif found.state.is_terminal or found.id == run_id:
+            raise WrongStatusError(
+                found.id, found.state, "only a quarantined, failed or cancelled run can be retried" + _as(found, run_id)
+            )
+        return found.id
+
+    def pause(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> UUID:
+        """Have a run stand still until it is resumed, and return the id of the fact that says so.
+
+        No process takes it from then on; one that executes it ends the step in flight, and lets go of it. Its sleeps
+        and time-outs go on, and facts reach it. A run that is paused already stays so.
+        Errors: UnknownRunError; WrongStatusError for a run that has ended; DefinitionError as for `retry`.
+        """
+        return self._ask(Kind.PAUSE, run_id, actor, reason, conn)
+
+    def resume(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> UUID:
+        """Let a paused run go on, and return the id of the fact that says so. One that is not paused stays as it is.
+
+        Errors: as for `pause`.
+        """
+        return self._ask(Kind.RESUME, run_id, actor, reason, conn)
+
+    def _ask(self, kind: Kind, run_id: str, actor: str, reason: str | None, conn: object) -> UUID:
+        check_person(actor, reason)
+        found = self._to_retry(_checked(run_id), None if conn is None else caller(conn))
+        if found is None:
+            raise UnknownRunError(run_id)
+        if found.state.is_terminal:
+            raise WrongStatusError(run_id, found.state, f"it has ended, there is nothing to {kind}")
+        return self._say(run_id, kind.fact, _because(reason), conn=conn, actor=actor, dedupe=None)
+
+    def _to_retry(self, run_id: str, who: Caller | None) -> RetriedRun | None:
+        if who is None:
+            return self._do(lambda own: runs.to_retry(own, run_id))
+        row = who.one(self._text("run_to_retry"), {"run": run_id})
+        return None if row is None else runs.read_to_retry(row)
+
+    def _insert_retry(self, found: RetriedRun, id: str, who: Caller | None, actor: str, reason: str | None) -> None:
+        parameters = runs.retry_parameters(
+            found.no,
+            id=id,
+            envelope=_for_retry(found.envelope),
+            deliver_seconds=self._settings.deliver_seconds,
+            audit=uuid4(),
+            actor=actor,
+            reason=reason,
+        )
+        if who is not None:
+            self._call(who, "insert_retry", parameters)
+            return
+        if self._do(lambda own: runs.insert_retry(own, parameters)):
+            telemetry.count(telemetry.Counter.ENQUEUED_RUN)
+        self._notify()
 
     def emit(
         self,
@@ -211,7 +302,13 @@ class Client(Access):
         run = self.get(run_id)
 
         def read(conn: Connection) -> History:
-            return History(run, attempts.of_run(conn, run.no), journal.read(conn, run.no), waits.of_run(conn, run.no))
+            return History(
+                run,
+                attempts.of_run(conn, run.no),
+                journal.read(conn, run.no),
+                waits.of_run(conn, run.no),
+                audit.of_run(conn, run.no),
+            )
 
         return self._do(read)
 
@@ -278,6 +375,32 @@ def _check_run(new: NewRun) -> None:
         texts.check_json("attributes", json.loads(new.attributes))
 
 
-def _cancel_payload(reason: str | None) -> bytes:
-    """Return the payload of a cancel fact."""
+def _because(reason: str | None) -> bytes:
+    """Return the payload of a fact that asks something of a run."""
     return json.dumps({"reason": reason}).encode()
+
+
+def check_person(actor: object, reason: object) -> None:
+    """Refuse who does something, and why, as the audit cannot keep them.
+
+    Errors: DefinitionError.
+    """
+    if actor is None:
+        raise DefinitionError("actor is missing: the audit keeps who did it")
+    texts.check("actor", actor)
+    if reason is not None and not isinstance(reason, str):
+        raise DefinitionError(f"reason must be text, not {type(reason).__name__}")
+    if reason is not None and len(reason) > MAX_REASON:
+        raise DefinitionError(f"reason must have at most {MAX_REASON} characters, not {len(reason)}")
+
+
+def _as(found: RetriedRun, run_id: str) -> str:
+    return "" if found.id == run_id else f"; it is the retry of {run_id}"
+
+
+def _for_retry(envelope: bytes | None) -> bytes | None:
+    """Return the message of a retry: that of the run, but for its chord, which failed with it, and for its times."""
+    if envelope is None:
+        return None
+    kept = {name: value for name, value in json.loads(envelope).items() if name not in NOT_RETRIED}
+    return json.dumps(kept).encode() if kept else None

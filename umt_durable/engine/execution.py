@@ -80,8 +80,8 @@ class Execution:
         """Execute what was granted, or hand it over when this process shuts down."""
         try:
             return self._run()
-        except Released:
-            return self._hand_over()
+        except Released as how:
+            return self._hand_over(str(how))
 
     def _run(self) -> Outcome:
         self._reporter.claimed(self._grant)
@@ -213,7 +213,7 @@ class Execution:
         row = (event_id(token.run, token.fence + 1, OutboxType.CALLBACK, 0),)
         return Superseded(token, how.message, () if how.message is None else row)
 
-    def _hand_over(self) -> Outcome:
+    def _hand_over(self, why: str) -> Outcome:
         """Make the run ready for another process; no crash is counted, and its journal stays as it is."""
         try:
             self._attempt.end(
@@ -224,7 +224,8 @@ class Execution:
             return self._finish(RunState.CANCELLED)
         telemetry.count(telemetry.Counter.HANDED_OVER_RUN)
         self._database.notify()
-        return Dropped("this process shuts down; the run goes on elsewhere")
+        why = "this process shuts down; the run goes on elsewhere" if why == "shutdown" else why
+        return Dropped(why)
 
     def _retry(self, error: Exception, changed: Encoded | None) -> Parked | None:
         """Park the run for its next attempt, if its policy allows one and the error is not in the journal for good.
@@ -307,7 +308,7 @@ class Execution:
             self._attempt.prove()
             self._reporter.suspending(RunState.QUARANTINED, Reason.UNCERTAIN_OP)
             if self._attempt.end(park, ended_as=(AttemptOutcome.FAILED,)) == "decided":
-                return self._hand_over()
+                return self._hand_over("somebody has decided about the op; the run goes on")
         except Canceled:
             return self._finish(RunState.CANCELLED)
         telemetry.count(telemetry.Counter.QUARANTINED_RUN)

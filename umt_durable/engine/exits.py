@@ -38,7 +38,7 @@ class Abandoned(Exit):
 
 
 class Released(Exit):
-    """This process is shutting down between two steps: the run goes to whoever takes it next, at once."""
+    """This process shuts down, or the run is paused, between two steps: it goes to whoever takes it next."""
 
 
 class Replaced(Exit):

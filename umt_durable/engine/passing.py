@@ -15,7 +15,7 @@ from umt_durable.codec import Encoded
 from umt_durable.database import Database
 from umt_durable.engine.attempt import Attempt, exit_for
 from umt_durable.engine.branch import Blocked, Branch
-from umt_durable.engine.exits import Abandoned, Canceled, Exit, Replaced, Suspended
+from umt_durable.engine.exits import Abandoned, Canceled, Exit, Released, Replaced, Suspended
 from umt_durable.engine.failures import ExceptionRegistry
 from umt_durable.engine.replay import Journal, KeyMaker, branches_of
 from umt_durable.engine.reporting import Reporter
@@ -144,6 +144,8 @@ class Pass:
             raise DurableError("a step's body cannot call the context's steps: call them from the task's body")
         if self.attempt.must_stop():
             self.leave(exit_for(self.attempt.signal.reason or "shutdown"))
+        if self.attempt.is_paused:
+            self.leave(Released("the run is paused"))
 
     def span(self, key: str, kind: str, *, tries: int = 0, replayed: bool = False) -> AbstractContextManager[None]:
         """Show one step in the tracers of the application: what its body does inside belongs to it."""
@@ -173,7 +175,8 @@ class Pass:
         elif self._exit is None:
             self._exit = how
             if not isinstance(how, Replaced):
-                self.attempt.abort(_reason(how))
+                paused = isinstance(how, Released) and self.attempt.is_paused
+                self.attempt.abort("pause" if paused else _reason(how))
         raise how
 
     def condemn(self, error: DurableError) -> NoReturn:

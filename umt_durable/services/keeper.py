@@ -42,7 +42,7 @@ class Keeper:
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
         self._ticked = boottime()
-        self._told: set[UUID] = set()
+        self._told: set[tuple[UUID, str]] = set()
         self._marked: set[tuple[UUID, str, float]] = set()
 
     def run(self) -> None:
@@ -144,11 +144,11 @@ class Keeper:
         term, held = lease.term, {one.token.claim: one for one in lease.attempts()}
         if term is None or not held:
             return
-        self._told &= held.keys()
-        for claim, _ in runs.cancelled_claims(conn, term.id):
-            if claim in held and claim not in self._told:
-                self._told.add(claim)
-                abort(held[claim], "cancel")
+        self._told = {told for told in self._told if told[0] in held}
+        for claim, _, why in runs.asked_claims(conn, term.id):
+            if claim in held and (claim, why) not in self._told:
+                self._told.add((claim, why))
+                abort(held[claim], why)
         self._marked = {mark for mark in self._marked if mark[0] in held}
         for one in held.values():
             for entry, began in one.bodies():

@@ -45,7 +45,10 @@ class Held(Protocol):
         """The fencing token of its grant."""
 
     def abort(self, reason: str) -> None:
-        """Ask its body to stop: `cancel`, `lease_lost` or `shutdown`. Called from other threads; must not block."""
+        """Ask its body to stop: `cancel`, `lease_lost` or `shutdown`; or, after the step in flight, `pause`.
+
+        Called from other threads; must not block.
+        """
 
     def bodies(self) -> Sequence[tuple[journal.Entry, float]]:
         """Return the steps whose bodies are being executed and the `boottime` each began at."""

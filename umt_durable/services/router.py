@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, assert_never
 from uuid import UUID
 
 from psycopg.errors import LockNotAvailable
@@ -21,23 +21,23 @@ from umt_durable import failpoints, telemetry
 from umt_durable.database import Connection, Database
 from umt_durable.errors import DatabaseUnavailableError
 from umt_durable.records import FactRecord
+from umt_durable.services import acts
+from umt_durable.services.acts import Effect
 from umt_durable.services.rows import each
 from umt_durable.services.transactions import RETRY_SECONDS, commit
 from umt_durable.settings import Settings
-from umt_durable.states import RunState, WaitState
+from umt_durable.states import WaitState
 from umt_durable.store import facts, runs, waits
 from umt_durable.store.waits import Place
 
 logger = logging.getLogger(__name__)
 
-CANCEL: Final = "umt.cancel"
 OLDEST: Final = 200
 """Among how many of the oldest facts routers choose at random, so that they do not queue for one address."""
 CHUNK: Final = 100
 MOST_LOCKED: Final = 3
 """After how many runs locked by others a chunk is cut short: each is waited for with the address locked."""
 RESCAN_CHUNK: Final = 5000
-MAX_REASON: Final = 1000
 
 _RESCAN = '["rescan"]'  # in the same lock space as the addresses, of which none has one element
 _START: Final = (0, "")
@@ -182,9 +182,9 @@ def _chunk(
         found = facts.get_unrouted(conn, fact)  # only now: it may have been routed while the lock was not ours
         if found is None:
             return _Chunk(RouteCounts())
-        run_id = _cancels(found)
-        if run_id is not None:
-            chunk = _Chunk(_cancel(conn, settings, run_id, _reason(found.payload)))
+        act = acts.act_of(found)
+        if act is not None:
+            chunk = _Chunk(_counted(acts.apply(conn, settings, found, act)))
         else:
             chunk = _settle_next(conn, settings, found, after)
         if chunk.after is None and not chunk.skipped and is_last:
@@ -194,6 +194,20 @@ def _chunk(
         return chunk
 
     return work
+
+
+def _counted(effect: Effect) -> RouteCounts:
+    match effect:
+        case Effect.NONE:
+            return RouteCounts()
+        case Effect.ASKED:
+            return RouteCounts(asked=1)
+        case Effect.CANCELLED:
+            return RouteCounts(cancelled=1)
+        case Effect.WOKEN:
+            return RouteCounts(woken=1)
+        case _:
+            assert_never(effect)
 
 
 def _settle_next(conn: Connection, settings: Settings, fact: FactRecord, after: tuple[int, str]) -> _Chunk:
@@ -241,42 +255,3 @@ def _report_contradiction(conn: Connection, fact: FactRecord) -> None:
     for run, key in waits.contradicted(conn, fact.id, rest[0]) if kind == "run" else ():
         telemetry.count(telemetry.Counter.CONTRADICTING_FACT, run=run)
         logger.warning("fact %r came with another payload than the one that settled wait %r", fact.name, key)
-
-
-def _cancels(fact: FactRecord) -> str | None:
-    """Return the id of the run that a fact cancels."""
-    if fact.name != CANCEL:
-        return None
-    kind, *rest = json.loads(fact.address)
-    return rest[0] if kind == "run" else None
-
-
-def _cancel(conn: Connection, settings: Settings, run_id: str, reason: str | None) -> RouteCounts:
-    """End a run that nobody owns, or ask its owner to; a terminal one is left as it is (I11, I12)."""
-    no = 0
-    while True:
-        # A replaced run is terminal when its lock comes, and a higher nesting is there: the look after that decides.
-        highest = next((found for found, _ in runs.of_id(conn, run_id)), None)
-        if highest is None or highest == no:
-            break
-        no = highest
-        locked = runs.lock(conn, no)
-        failpoints.point("router.run_lock.a")
-    if highest is None or locked is None or locked.state.is_terminal:
-        return RouteCounts()
-    if locked.state is RunState.RUNNING:
-        return RouteCounts(asked=int(runs.flag_cancel(conn, no, reason=reason)))
-    ended = runs.cancel_parked(conn, no, reason=reason, repair_seconds=2 * settings.lease_seconds)
-    return RouteCounts(cancelled=int(ended))
-
-
-def _reason(payload: bytes | None) -> str | None:
-    """Return the reason in a cancel's payload. Whatever else stands there must not keep a run from being cancelled."""
-    try:
-        found = json.loads(payload or b"null")
-    except (ValueError, RecursionError):
-        return None
-    reason = found.get("reason") if isinstance(found, dict) else None
-    if not isinstance(reason, str):
-        return None
-    return reason.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_REASON]

@@ -16,6 +16,14 @@ SELECT task, version, count(*), min(id)
    AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) NOT IN (SELECT version FROM live)
  GROUP BY task, version ORDER BY count(*) DESC, task, version
 
+-- name: live_runs_by_version :many
+-- Count by task, version and state the runs that have not ended, paused ones under their own name.
+-- Locks: none. Index: none (a scan; for people).
+SELECT task, version, CASE WHEN paused_at IS NULL THEN state ELSE 'paused' END AS stands, count(*)
+  FROM {schema}.run
+ WHERE finished_at IS NULL AND (%(task)s::text IS NULL OR task = %(task)s)
+ GROUP BY task, version, stands ORDER BY task, version, stands
+
 -- name: quarantined_runs :many
 -- Count the runs that wait for a person, by task and reason.
 -- Locks: none. Index: none (a scan; for people).

@@ -30,9 +30,9 @@ WITH c AS (
        SET state = 'running', fence = fence + (state = 'ready')::int, claim = %(claim)s, worker = %(worker)s,
            version = coalesce(version, %(version)s), wake_at = NULL, expires_at = NULL, redelivers = 0,
            attempt_deadline = {schema}.now() + %(limit)s::interval
-     WHERE id = %(id)s AND nesting = %(nesting)s AND task = %(task)s AND paused_at IS NULL
+     WHERE id = %(id)s AND nesting = %(nesting)s AND task = %(task)s
        AND (version IS NULL OR version = ANY(%(versions)s))
-       AND ((state = 'ready' AND (wake_at IS NULL OR wake_at <= {schema}.now())
+       AND ((state = 'ready' AND paused_at IS NULL AND (wake_at IS NULL OR wake_at <= {schema}.now())
              AND (expires_at IS NULL OR expires_at > {schema}.now()))
             OR (state = 'running' AND claim = %(claim)s))
        AND EXISTS (SELECT 1 FROM {schema}.worker WHERE id = %(worker)s AND lease_until > {schema}.now())  -- no fence: the sweeper finds a dead lease anyway
@@ -254,6 +254,95 @@ SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0),
 ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING
 RETURNING run
 
+-- name: release_quarantined_run :maybe
+-- Make a quarantined run, whose row the caller has locked, ready with a new crash budget and a hint. The reply is why it
+-- was quarantined.
+-- Locks: run (held), then outbox_event. Index: run_pkey.
+WITH o AS MATERIALIZED (
+    SELECT no, reason FROM {schema}.run WHERE no = %(run)s AND state = 'quarantined'),
+u AS (
+    UPDATE {schema}.run
+       SET state = 'ready', reason = NULL, crashes = 0, fence = fence + 1, wake_at = NULL, redelivers = 0,
+           deliver_by = {schema}.now() + %(deliver)s::interval
+      FROM o WHERE run.no = o.no
+    RETURNING run.no, run.fence, run.priority),
+e AS (
+    INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+    SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), {schema}.now() FROM u
+    ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING)
+SELECT coalesce(o.reason, '') FROM o JOIN u USING (no)
+
+-- name: pause_run :maybe
+-- Have a run, whose row the caller has locked, neither claimed nor hinted until it is resumed. Its timers and facts go on.
+-- Locks: run (held). Index: run_pkey.
+UPDATE {schema}.run SET paused_at = {schema}.now()
+ WHERE no = %(run)s AND paused_at IS NULL AND finished_at IS NULL
+RETURNING no
+
+-- name: resume_run :maybe
+-- Let a paused run, whose row the caller has locked, go on, with a hint if it is ready. The reply is its state.
+-- Locks: run (held), then outbox_event. Index: run_pkey.
+WITH u AS (
+    UPDATE {schema}.run
+       SET paused_at = NULL, redelivers = CASE WHEN state = 'ready' THEN 0 ELSE redelivers END,
+           deliver_by = CASE WHEN state = 'ready' THEN {schema}.now() + %(deliver)s::interval ELSE deliver_by END
+     WHERE no = %(run)s AND paused_at IS NOT NULL AND finished_at IS NULL
+    RETURNING no, fence, state, wake_at, priority),
+e AS (
+    INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+    SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), greatest(wake_at, {schema}.now())
+      FROM u WHERE state = 'ready'
+    ON CONFLICT ON CONSTRAINT outbox_event_pkey DO UPDATE
+       SET claim = NULL, status = 'pending', attempts = 0, next_attempt_at = excluded.next_attempt_at)
+SELECT state FROM u
+
+-- name: run_to_retry :maybe
+-- Read what decides how a run is retried, at its highest nesting.
+-- Locks: none. Index: run_id_nesting.
+SELECT no, id, nesting, state, envelope FROM {schema}.run WHERE id = %(run)s::text ORDER BY nesting DESC LIMIT 1
+
+-- name: insert_retry :maybe
+-- Insert the run that takes up a failed or cancelled one, which stays as it is: with what it had done, what it was said
+-- and what of that its waits took, and a hint. Its fence begins at 1, so that its first grant reads the journal. No row:
+-- it is there already. Of the facts under a key it sees what the first one would have seen.
+-- Locks: none that another transaction waits for but one with the same retry. Index: run_id_nesting, step_pkey, wait_pkey, fact_address.
+WITH o AS MATERIALIZED (
+    SELECT * FROM {schema}.run WHERE no = %(run)s::bigint AND state IN ('failed', 'cancelled')),
+n AS (
+    INSERT INTO {schema}.run (id, task, version, queue, priority, fence, args, codec, digest, envelope, deliver_by, ref, attributes, retry_of, snapshot)
+    SELECT %(id)s::text, task, version, queue, priority, 1, args, codec, digest, %(envelope)s::bytea,
+           {schema}.now() + %(deliver)s::interval, ref, attributes, no, snapshot
+      FROM o
+    ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING
+    RETURNING no, id, fence, priority, retry_of),
+s AS (
+    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, result, digest, wake_at, started_at, finished_at)
+    SELECT n.no, s.key, s.seq, s.kind, s.state, s.fingerprint, s.failures, n.fence, s.result, s.digest, s.wake_at, s.started_at, s.finished_at
+      FROM n JOIN {schema}.step AS s ON s.run = n.retry_of WHERE s.state = 'done'),
+p AS (SELECT '["run", ' || to_jsonb(o.id)::text || ', ' AS old, '["run", ' || to_jsonb(n.id)::text || ', ' AS new FROM o, n),
+w AS (
+    INSERT INTO {schema}.wait (run, key, seq, name, address, mode, deadline, state, fact, payload, created_at, settled_at, part_of, need, announced)
+    SELECT n.no, w.key, w.seq, w.name, CASE WHEN starts_with(w.address, p.old) THEN p.new || substr(w.address, length(p.old) + 1) ELSE w.address END,
+           w.mode, w.deadline, w.state, w.fact, w.payload, w.created_at, w.settled_at, w.part_of, w.need, w.announced
+      FROM n, p, {schema}.wait AS w
+     WHERE w.run = n.retry_of AND w.state <> 'pending'
+       AND (CASE WHEN w.part_of IS NULL THEN w.state
+                 ELSE (SELECT g.state FROM {schema}.wait AS g WHERE g.run = w.run AND g.key = w.part_of) END) = 'satisfied'),
+f AS (
+    INSERT INTO {schema}.fact (id, address, name, payload, actor, dedupe, at, routed_at)
+    SELECT gen_random_uuid(), jsonb_build_array('run', n.id, f.name)::text, f.name, f.payload, f.actor, f.dedupe, f.at, {schema}.now()
+      FROM n, p, {schema}.fact AS f
+     WHERE f.address >= p.old AND f.address < rtrim(p.old) || '!'
+       AND NOT starts_with(f.name, 'umt.')),
+a AS (
+    INSERT INTO {schema}.audit (id, act, run, actor, reason, detail)
+    SELECT %(audit)s::uuid, 'retry', retry_of, %(actor)s::text, %(reason)s::text, 'as run ' || id FROM n
+    ON CONFLICT ON CONSTRAINT audit_pkey DO NOTHING),
+e AS (
+    INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+    SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), {schema}.now() FROM n)
+SELECT no FROM n
+
 -- name: wake_due_runs :many
 -- Make up to `limit` sleeping or retrying runs whose time has come ready, each with a hint.
 -- Locks: run (ascending, SKIP LOCKED), then step, then outbox_event. Index: run_due.
@@ -439,7 +528,7 @@ UPDATE {schema}.run
 -- After a loss of the broker's data: a fresh hint for the next ready runs after a given one, whatever became of the old.
 -- Locks: run (ascending, SKIP LOCKED), then outbox_event (ascending). Index: run_pkey.
 WITH c AS MATERIALIZED (
-    SELECT no FROM {schema}.run WHERE state = 'ready' AND no > %(after)s ORDER BY no LIMIT %(limit)s FOR UPDATE SKIP LOCKED),
+    SELECT no FROM {schema}.run WHERE state = 'ready' AND paused_at IS NULL AND no > %(after)s ORDER BY no LIMIT %(limit)s FOR UPDATE SKIP LOCKED),
 u AS (
     UPDATE {schema}.run SET deliver_by = {schema}.now() + %(deliver)s::interval, redelivers = 0
       FROM c WHERE run.no = c.no
@@ -471,7 +560,7 @@ RETURNING run.no
 WITH s AS MATERIALIZED (
     SELECT no, deliver_by, redelivers > 0 AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) = ANY(%(versions)s) AS brought
       FROM {schema}.run
-     WHERE state = 'ready' AND deliver_by > (SELECT {schema}.now()) AND (deliver_by, no) > (%(after)s, %(after_no)s)
+     WHERE state = 'ready' AND paused_at IS NULL AND deliver_by > (SELECT {schema}.now()) AND (deliver_by, no) > (%(after)s, %(after_no)s)
      ORDER BY deliver_by, no LIMIT %(limit)s),
 c AS MATERIALIZED (
     SELECT no FROM {schema}.run
@@ -496,23 +585,27 @@ SELECT r.queue, r.task, count(*)
    AND NOT EXISTS (SELECT 1 FROM {schema}.outbox_event AS o WHERE o.run = r.no AND o.type = 'run' AND o.status = 'pending')
  GROUP BY r.queue, r.task
 
--- name: cancelled_claims :many
--- Of the claims a process holds, list those whose runs were asked to stop. No proof: it locks nothing.
+-- name: asked_claims :many
+-- Of the claims a process holds, list those whose runs were asked to stop, by a cancel or else by a pause. No proof: it
+-- locks nothing.
 -- Locks: none. Index: run_running.
-SELECT claim, reason FROM {schema}.run WHERE state = 'running' AND worker = %(worker)s AND cancel_at IS NOT NULL
+SELECT claim, reason, CASE WHEN cancel_at IS NULL THEN 'pause' ELSE 'cancel' END
+  FROM {schema}.run WHERE state = 'running' AND worker = %(worker)s AND (cancel_at IS NOT NULL OR paused_at IS NOT NULL)
 
 -- name: get_run :maybe
 -- Read one run by id, at its highest nesting.
 -- Locks: none. Index: run_id_nesting.
 SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
-       attributes, result, error, codec, created_at, finished_at
+       attributes, result, error, codec, created_at, finished_at,
+       (SELECT o.id FROM {schema}.run AS o WHERE o.no = run.retry_of)
   FROM {schema}.run WHERE id = %(id)s ORDER BY nesting DESC LIMIT 1
 
 -- name: list_runs :many
 -- Read a page of runs, the newest first, below a given number.
 -- Locks: none. Index: run_pkey.
 SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
-       attributes, NULL::bytea, NULL::bytea, codec, created_at, finished_at
+       attributes, NULL::bytea, NULL::bytea, codec, created_at, finished_at,
+       (SELECT o.id FROM {schema}.run AS o WHERE o.no = run.retry_of)
   FROM {schema}.run
  WHERE (%(before)s::bigint IS NULL OR no < %(before)s)
    AND (%(task)s::text IS NULL OR task = %(task)s)

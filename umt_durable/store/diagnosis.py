@@ -21,6 +21,16 @@ class StillRuns:
 
 
 @dataclass(frozen=True, slots=True)
+class RunsOfVersion:
+    """Live runs of one version in one state, or `paused`. `version` is None where none is pinned yet."""
+
+    task: str
+    version: int | None
+    state: str
+    runs: int
+
+
+@dataclass(frozen=True, slots=True)
 class ParkedInChord:
     """Runs that chords wait for and that are parked for long; `example` is the id of the one with most `seconds`."""
 
@@ -97,6 +107,11 @@ def blocked(conn: Connection) -> list[StillRuns]:
     return [
         StillRuns(task, version, None, runs, example) for task, version, runs, example in sql.many(conn, "blocked_runs")
     ]
+
+
+def by_version(conn: Connection, task: str | None) -> list[RunsOfVersion]:
+    """Count the runs, of one task or of all, that have not ended."""
+    return [RunsOfVersion(*row) for row in sql.many(conn, "live_runs_by_version", task=task)]
 
 
 def quarantined(conn: Connection) -> list[StillRuns]:

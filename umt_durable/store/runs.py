@@ -10,7 +10,7 @@ from uuid import UUID
 from umt_durable import sql, texts
 from umt_durable.codec import Encoded
 from umt_durable.database import Connection
-from umt_durable.records import Enqueued, FinishedRun, Grant, LockedRun, NewRun, Run, RunNo, RunOwner, Token
+from umt_durable.records import Enqueued, FinishedRun, Grant, LockedRun, NewRun, RetriedRun, Run, RunNo, RunOwner, Token
 from umt_durable.states import Reason, RunState
 from umt_durable.store.guard import Guard
 
@@ -220,6 +220,49 @@ def release(conn: Connection, run: int, *, reason: Reason, deliver_seconds: floa
     return sql.maybe(conn, "release_run", run=run, reason=reason, deliver=deliver) is not None
 
 
+def release_quarantined(conn: Connection, run: int, *, deliver_seconds: float) -> str | None:
+    """Make a locked, quarantined run ready with a new crash budget; why it was quarantined, None where it is not."""
+    row = sql.maybe(conn, "release_quarantined_run", run=run, deliver=timedelta(seconds=deliver_seconds))
+    return None if row is None else str(row[0])
+
+
+def pause(conn: Connection, run: int) -> bool:
+    """Keep a locked run from being claimed; False where it is paused already, or over."""
+    return sql.maybe(conn, "pause_run", run=run) is not None
+
+
+def resume(conn: Connection, run: int, *, deliver_seconds: float) -> RunState | None:
+    """Let a locked, paused run go on; the state it is in, None where it is not paused."""
+    row = sql.maybe(conn, "resume_run", run=run, deliver=timedelta(seconds=deliver_seconds))
+    return None if row is None else RunState(row[0])
+
+
+def to_retry(conn: Connection, id: str) -> RetriedRun | None:
+    """Read what decides how a run is retried."""
+    row = sql.maybe(conn, "run_to_retry", run=id)
+    return None if row is None else read_to_retry(row)
+
+
+def insert_retry(conn: Connection, parameters: dict[str, Any]) -> bool:
+    """Insert the run that takes up an ended one; False when it is there already."""
+    return sql.maybe(conn, "insert_retry", **parameters) is not None
+
+
+def read_to_retry(row: Sequence[Any]) -> RetriedRun:
+    """Read a row of the statement `run_to_retry`."""
+    no, id, nesting, state, envelope = row
+    return RetriedRun(RunNo(no), id, nesting, RunState(state), None if envelope is None else bytes(envelope))
+
+
+def retry_parameters(
+    run: int, *, id: str, envelope: bytes | None, deliver_seconds: float, audit: UUID, actor: str, reason: str | None
+) -> dict[str, Any]:
+    """Return the named parameters of the statement `insert_retry`: `id` is the new run's."""
+    kept = {"actor": texts.storable(actor), "reason": texts.storable(reason)}
+    deliver = timedelta(seconds=deliver_seconds)
+    return {"run": run, "id": id, "envelope": envelope, "deliver": deliver, "audit": audit, **kept}
+
+
 def wake_due(conn: Connection, *, limit: int, deliver_seconds: float) -> int:
     """Make due sleeping and retrying runs ready; return how many."""
     return len(sql.many(conn, "wake_due_runs", limit=limit, deliver=timedelta(seconds=deliver_seconds)))
@@ -361,9 +404,9 @@ def stamped(conn: Connection, *, after: int, limit: int) -> list[tuple[int, str,
     return [(row[0], row[1], bytes(row[2])) for row in sql.many(conn, "stamped_runs", after=after, limit=limit)]
 
 
-def cancelled_claims(conn: Connection, worker: UUID) -> list[tuple[UUID, str | None]]:
-    """List (claim, reason) of the runs a worker holds that were asked to stop."""
-    return [(row[0], row[1]) for row in sql.many(conn, "cancelled_claims", worker=worker)]
+def asked_claims(conn: Connection, worker: UUID) -> list[tuple[UUID, str | None, str]]:
+    """List (claim, reason, `cancel` or `pause`) of the runs a worker holds that were asked to stop."""
+    return [(row[0], row[1], row[2]) for row in sql.many(conn, "asked_claims", worker=worker)]
 
 
 def get(conn: Connection, id: str) -> Run | None:
