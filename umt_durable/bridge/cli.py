@@ -19,7 +19,7 @@ COMMANDS: Final = {
     "runs": "cli_runs",
     "show": "cli_runs",
     "signal": "cli_runs",
-    "cancel": "cli_runs",
+    "cancel": "cli_acts",
     "outbox": "cli_outbox",
     "ops": "cli_ops",
     "retry": "cli_acts",

@@ -1,27 +1,69 @@
-"""`durable retry|pause|resume`: what people do to runs, each act with who did it and why in the audit."""
+"""`durable cancel|retry|pause|resume`: what people do to runs, each act with who did it and why in the audit."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, Final
+
 import click
 
+from umt_durable.bridge.bulk import Act, chosen, do_to_many, filters
 from umt_durable.bridge.cli_runs import actor, checked, run_document, state_of
 from umt_durable.bridge.console import emit, json_option, say
 from umt_durable.bridge.durable import Durable
+from umt_durable.states import TERMINAL, RunState
+
+LIVE: Final = [state for state in RunState if state not in TERMINAL]
+STANDING: Final = [RunState.QUARANTINED, RunState.FAILED, RunState.CANCELLED]
 
 
 @click.command()
-@click.argument("run_id", metavar="RUN")
+@filters
+@click.option("--reason", metavar="TEXT", help="Kept with the run.")
+@json_option
+@click.pass_context
+def cancel(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json: bool, **given: Any) -> None:
+    """Ask that a run end as cancelled.
+
+    A parked or waiting run ends at once, a running one at its next step; a run that has ended stays as it is.
+    """
+    durable, which = checked(ctx), chosen(run_id, given)
+    cancel_one = partial(durable.client.cancel, reason=reason, actor=actor())
+    if which is not None:
+        do_to_many(durable, Act("cancel", cancel_one, LIVE), which, as_json=as_json)
+        return
+    assert run_id is not None
+    before = durable.client.get(run_id)
+    if before.state.is_terminal:
+        emit(run_document(before), [], as_json=True) if as_json else say(f"{run_id} has ended before: {before.state}")
+        return
+    cancel_one(run_id)
+    run = durable.client.get(run_id)
+    if as_json:
+        emit(run_document(run), [], as_json=True)
+    else:
+        say(f"{run_id} {run.state}" if run.state.is_terminal else f"{run_id} {run.state}, will end at its next step")
+
+
+@click.command()
+@filters
 @click.option("--reason", metavar="TEXT", help="Kept in the audit.")
 @json_option
 @click.pass_context
-def retry(ctx: click.Context, run_id: str, reason: str | None, as_json: bool) -> None:
+def retry(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json: bool, **given: Any) -> None:
     """Have a run go on that is quarantined, failed or cancelled.
 
     A quarantined run is made ready with a new crash budget. A failed or cancelled one stays as it is: a new run takes
     up what it had done, once however often this is asked.
     """
-    client = checked(ctx).client
-    again = client.retry(run_id, actor=actor(), reason=reason)
+    durable, which = checked(ctx), chosen(run_id, given)
+    client, who = durable.client, actor()
+    if which is not None:
+        retry_one = partial(client.retry, actor=who, reason=reason)
+        do_to_many(durable, Act("retry", retry_one, STANDING), which, as_json=as_json)
+        return
+    assert run_id is not None
+    again = client.retry(run_id, actor=who, reason=reason)
     if as_json:
         emit({"run": run_id, "goes_on_as": again}, [], as_json=True)
     elif again == run_id:
@@ -31,29 +73,39 @@ def retry(ctx: click.Context, run_id: str, reason: str | None, as_json: bool) ->
 
 
 @click.command()
-@click.argument("run_id", metavar="RUN")
+@filters
 @click.option("--reason", metavar="TEXT", help="Kept in the audit.")
 @json_option
 @click.pass_context
-def pause(ctx: click.Context, run_id: str, reason: str | None, as_json: bool) -> None:
+def pause(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json: bool, **given: Any) -> None:
     """Have a run stand still until it is resumed.
 
     A process that executes it ends the step in flight first. Sleeps and time-outs go on, and facts reach it.
     """
-    durable = checked(ctx)
-    durable.client.pause(run_id, actor=actor(), reason=reason)
+    durable, which = checked(ctx), chosen(run_id, given)
+    pause_one = partial(durable.client.pause, actor=actor(), reason=reason)
+    if which is not None:
+        do_to_many(durable, Act("pause", pause_one, LIVE, paused=False), which, as_json=as_json)
+        return
+    assert run_id is not None
+    pause_one(run_id)
     _tell(durable, run_id, as_json=as_json)
 
 
 @click.command()
-@click.argument("run_id", metavar="RUN")
+@filters
 @click.option("--reason", metavar="TEXT", help="Kept in the audit.")
 @json_option
 @click.pass_context
-def resume(ctx: click.Context, run_id: str, reason: str | None, as_json: bool) -> None:
+def resume(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json: bool, **given: Any) -> None:
     """Let a paused run go on."""
-    durable = checked(ctx)
-    durable.client.resume(run_id, actor=actor(), reason=reason)
+    durable, which = checked(ctx), chosen(run_id, given)
+    resume_one = partial(durable.client.resume, actor=actor(), reason=reason)
+    if which is not None:
+        do_to_many(durable, Act("resume", resume_one, LIVE, paused=True), which, as_json=as_json)
+        return
+    assert run_id is not None
+    resume_one(run_id)
     _tell(durable, run_id, as_json=as_json)
 
 

@@ -1,4 +1,4 @@
-"""`durable status|runs|show|signal|cancel`: look at runs, and tell them something.
+"""`durable status|runs|show|signal`: look at runs, and tell them something.
 
 No payload is shown unless it is asked for.
 """
@@ -14,7 +14,7 @@ from typing import Any, Final
 import click
 
 from umt_durable import codec
-from umt_durable.bridge.console import Section, emit, json_option, say
+from umt_durable.bridge.console import Section, emit, json_option
 from umt_durable.bridge.durable import Durable
 from umt_durable.bridge.project import project_of
 from umt_durable.engine import failures
@@ -130,29 +130,6 @@ def signal(ctx: click.Context, run_id: str, name: str, payload: str | None, dedu
     if ended.state.is_terminal:
         click.echo(f"run {run_id} has ended ({ended.state}): nobody will take this fact", err=True)
     emit({"run": run_id, "name": name, "fact": fact}, [Section("fact", ("fact",), [(fact,)])], as_json=as_json)
-
-
-@click.command()
-@click.argument("run_id", metavar="RUN")
-@click.option("--reason", metavar="TEXT", help="Kept with the run.")
-@json_option
-@click.pass_context
-def cancel(ctx: click.Context, run_id: str, reason: str | None, as_json: bool) -> None:
-    """Ask that a run end as cancelled.
-
-    A parked or waiting run ends at once, a running one at its next step; a run that has ended stays as it is.
-    """
-    durable = checked(ctx)
-    before = durable.client.get(run_id)
-    if before.state.is_terminal:
-        emit(run_document(before), [], as_json=True) if as_json else say(f"{run_id} has ended before: {before.state}")
-        return
-    durable.client.cancel(run_id, reason=reason, actor=actor())
-    run = durable.client.get(run_id)
-    if as_json:
-        emit(run_document(run), [], as_json=True)
-    else:
-        say(f"{run_id} {run.state}" if run.state.is_terminal else f"{run_id} {run.state}, will end at its next step")
 
 
 def checked(ctx: click.Context, *, tasks: bool = False) -> Durable:

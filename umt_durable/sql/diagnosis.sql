@@ -24,6 +24,16 @@ SELECT task, version, CASE WHEN paused_at IS NULL THEN state ELSE 'paused' END A
  WHERE finished_at IS NULL AND (%(task)s::text IS NULL OR task = %(task)s)
  GROUP BY task, version, stands ORDER BY task, version, stands
 
+-- name: select_runs :many
+-- List (no, id) of the next runs that people want something of, by task, state, whether paused, and age.
+-- Locks: none. Index: run_pkey.
+SELECT no, id FROM {schema}.run
+ WHERE no > %(after)s AND state = ANY(%(states)s)
+   AND (%(task)s::text IS NULL OR task = %(task)s)
+   AND (%(paused)s::boolean IS NULL OR (paused_at IS NOT NULL) = %(paused)s)
+   AND (%(age)s::interval IS NULL OR created_at <= (SELECT {schema}.now()) - %(age)s::interval)
+ ORDER BY no LIMIT %(limit)s
+
 -- name: quarantined_runs :many
 -- Count the runs that wait for a person, by task and reason.
 -- Locks: none. Index: none (a scan; for people).

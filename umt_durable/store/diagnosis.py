@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import timedelta
 
 from umt_durable import sql
 from umt_durable.database import Connection
 from umt_durable.records import RunNo
+from umt_durable.states import RunState
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,21 @@ def blocked(conn: Connection) -> list[StillRuns]:
 def by_version(conn: Connection, task: str | None) -> list[RunsOfVersion]:
     """Count the runs, of one task or of all, that have not ended."""
     return [RunsOfVersion(*row) for row in sql.many(conn, "live_runs_by_version", task=task)]
+
+
+def select_runs(
+    conn: Connection,
+    *,
+    states: Collection[RunState],
+    task: str | None,
+    paused: bool | None,
+    age: timedelta | None,
+    after: int,
+    limit: int,
+) -> list[tuple[int, str]]:
+    """List (no, id) of the next runs beyond a number: in one of these states, of a task, paused or not, so old."""
+    given = {"task": task, "paused": paused, "age": age, "after": after, "limit": limit}
+    return [(row[0], row[1]) for row in sql.many(conn, "select_runs", states=[str(one) for one in states], **given)]
 
 
 def quarantined(conn: Connection) -> list[StillRuns]:
