@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from umt_durable.bridge.outbox import Outbox
     from umt_durable.bridge.task import DurableTask
     from umt_durable.engine.async_context import AsyncTaskContext
+    from umt_durable.engine.awaiting import TaskInfo
     from umt_durable.engine.client import History
     from umt_durable.engine.context import TaskContext, current_context
     from umt_durable.engine.effects import Done, NotDone, OpInfo, Policy, Unknown, with_attempt_token
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from umt_durable.errors import (
         AutocommitError,
         BrokerUnavailableError,
+        ChildrenFailedError,
         ConfigurationError,
         DatabaseUnavailableError,
         DecodingError,
@@ -50,10 +52,13 @@ if TYPE_CHECKING:
         RunExistsError,
         SchemaError,
         StepFailedError,
+        StepTimeoutError,
         UncertainOpError,
+        UncertainStepError,
         UnknownEventError,
         UnknownOpError,
         UnknownRunError,
+        UnknownStepError,
         UnknownTaskError,
         WrongStatusError,
     )
@@ -66,6 +71,7 @@ __all__ = [
     "AsyncTaskContext",
     "AutocommitError",
     "BrokerUnavailableError",
+    "ChildrenFailedError",
     "ConfigurationError",
     "DatabaseUnavailableError",
     "DecodingError",
@@ -111,16 +117,20 @@ __all__ = [
     "SchemaError",
     "Settings",
     "StepFailedError",
+    "StepTimeoutError",
     "TaskContext",
     "TaskDefinition",
     "TaskEngine",
+    "TaskInfo",
     "TaskRegistry",
     "Timer",
     "UncertainOpError",
+    "UncertainStepError",
     "Unknown",
     "UnknownEventError",
     "UnknownOpError",
     "UnknownRunError",
+    "UnknownStepError",
     "UnknownTaskError",
     "WrongStatusError",
     "app",
@@ -143,6 +153,7 @@ _HOMES: Final = {
     "engine.context": ("TaskContext", "current_context"),
     "engine.effects": ("Done", "NotDone", "OpInfo", "Policy", "Unknown", "with_attempt_token"),
     "engine.parallel": ("ItemFailure",),
+    "engine.awaiting": ("TaskInfo",),
     "engine.registry": ("TaskDefinition", "TaskRegistry"),
     "engine.retry": ("RetryAfter", "RetryPolicy"),
     "engine.waitables": ("Fact", "FactAddress", "FactWait", "PollPolicy", "Timer"),

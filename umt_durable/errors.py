@@ -18,6 +18,7 @@
     ├── UnknownRunError
     ├── UnknownEventError             no row of the outbox has this id
     ├── WrongStatusError              what a person wants of a run is not possible in its state
+    ├── UnknownStepError              no step of this key waits for an answer
     ├── IdempotencyConflictError      the same key was used with other input
     ├── RunExistsError                the same key was used before, and the caller wants a new run or none
     ├── OpConflictError               the same op key was used with another request
@@ -29,6 +30,9 @@
     ├── FencingError                  a write came after the grant it was made under had ended
     ├── NonDeterminismError           a replay asked for another step than was recorded
     ├── FactTimeoutError              nothing came before the time-out of a wait
+    ├── ChildrenFailedError           children of a step failed or were cancelled
+    ├── StepTimeoutError              an awaited task did not end within its time-out
+    ├── UncertainStepError            nobody can say how an awaited task ended: a person has to
     ├── StepFailedError               a recorded failure whose own type is not known here
     ├── NonRetryableError             raise it (or a subclass) to end retrying at once
     ├── MessageRefusedError           a broker message is malformed or in a refused codec
@@ -167,6 +171,15 @@ class WrongStatusError(DurableError):
         super().__init__(f"run {run} is {state}: {wanted}")
 
 
+class UnknownStepError(DurableError):
+    """No step of this key waits for an answer in this run."""
+
+    def __init__(self, run: str, step: str) -> None:
+        self.run = run
+        self.step = step
+        super().__init__(f"run {run!r} has no step {step!r} that waits for an answer")
+
+
 class IdempotencyConflictError(DurableError):
     """An idempotency key was used before with other input.
 
@@ -271,6 +284,30 @@ class FactTimeoutError(DurableError):
     def __init__(self, name: str) -> None:
         self.name = name
         super().__init__(f"no fact {name!r} came before the time-out")
+
+
+class ChildrenFailedError(DurableError):
+    """Some of the child runs of a step failed or were cancelled; the text names each with its reason."""
+
+
+class StepTimeoutError(DurableError):
+    """An awaited task did not end within its time-out; the outcome is journaled and stays."""
+
+
+class UncertainStepError(DurableError):
+    """An awaited task gave no answer in time, and nobody can say whether it was executed; its run is parked.
+
+    The answer, if it still comes, or a person's decision lets the run go on.
+    """
+
+    def __init__(self, step: str, task: str, task_id: str) -> None:
+        self.step = step
+        self.task = task
+        self.task_id = task_id
+        super().__init__(
+            f"step {step!r}: {task} ({task_id}) gave no answer in time; find out whether it was executed and say so "
+            "with durable.resolve_step"
+        )
 
 
 class StepFailedError(DurableError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NewType
 from uuid import UUID
@@ -37,6 +37,7 @@ class Grant:
     digest: bytes | None
     envelope: bytes | None
     age_seconds: float
+    queue: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +166,30 @@ class WaitEntry:
     need: int | None = None
     announced: bool = True
     age_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """The wait for an answer that somebody outside brings, who has to know its token."""
+
+    run: int
+    key: str
+    address: str
+    state: WaitState
+    token: UUID = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One child run of a step, as the step's outcome is made of it."""
+
+    id: str
+    task: str
+    state: RunState
+    reason: str | None
+    result: bytes | None
+    error: bytes | None
+    codec: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,9 @@ class StepKind(StrEnum):
     BRANCH = "branch"  # of a parallel step
     VALUE = "value"  # now, uuid, random
     EFFECT = "effect"
+    TASK = "task"  # an ordinary Celery task, awaited
+    CALL = "call"  # child runs, awaited
+    SPAWN = "spawn"  # a child run, not awaited
 
 
 class OpState(StrEnum):

@@ -33,6 +33,9 @@ class Counter(StrEnum):
     EXECUTED_STEP = "executed_step"
     REPLAYED_STEP = "replayed_step"
     STEP_RETRY = "step_retry"
+    SENT_TASK = "sent_task"
+    RESENT_TASK = "resent_task"
+    ANSWER_REFUSED = "answer_refused"
     RUN_RETRY = "run_retry"
     BUSY_OP = "busy_op"
     RESUMED_OP = "resumed_op"
@@ -75,6 +78,9 @@ MEANINGS: Final[Mapping[Counter, str]] = MappingProxyType(
         Counter.EXECUTED_STEP: "a step's body was entered",
         Counter.REPLAYED_STEP: "a step gave back its recorded outcome",
         Counter.STEP_RETRY: "a step failed and will be tried again",
+        Counter.SENT_TASK: "an ordinary task was sent as a step",
+        Counter.RESENT_TASK: "the message of such a task counted as lost, and was sent again",
+        Counter.ANSWER_REFUSED: "an answer came for a step that awaits none, or without its token",
         Counter.RUN_RETRY: "an attempt failed and the run will be tried again",
         Counter.BUSY_OP: "a run was parked for a while, because another one is executing the same effect",
         Counter.RESUMED_OP: "an effect was found begun without an answer",

@@ -76,6 +76,8 @@ CREATE TABLE {schema}.run (
     parent_no        bigint,
     parent_key       text,
     retry_of         bigint,
+    parent_index     int,
+    on_parent_end    text CONSTRAINT run_end_known CHECK (on_parent_end IN ('cancel', 'abandon')),
     ref              text,
     attributes       jsonb,
     result           bytea,
@@ -95,6 +97,8 @@ CREATE INDEX run_due ON {schema}.run (wake_at) WHERE state IN ('sleeping', 'wait
 CREATE INDEX run_running ON {schema}.run (worker) WHERE state = 'running';
 CREATE INDEX run_expiring ON {schema}.run (expires_at) WHERE expires_at IS NOT NULL;
 CREATE INDEX run_finished ON {schema}.run (finished_at) WHERE finished_at IS NOT NULL;
+CREATE INDEX run_children ON {schema}.run (parent_no, parent_key) WHERE parent_no IS NOT NULL;
+CREATE INDEX run_unfinished ON {schema}.run (parent_no, parent_key) WHERE parent_no IS NOT NULL AND finished_at IS NULL;
 CREATE INDEX run_ref ON {schema}.run (ref) WHERE ref IS NOT NULL;
 
 CREATE TABLE {schema}.attempt (
@@ -157,6 +161,7 @@ CREATE TABLE {schema}.wait (
                    CONSTRAINT wait_state_known CHECK (state IN ('pending', 'satisfied', 'timed_out', 'cancelled')),
     fact       uuid,
     payload    bytea,
+    token      uuid,
     created_at timestamptz NOT NULL DEFAULT {schema}.now(),
     settled_at timestamptz,
     part_of    text,

@@ -37,6 +37,8 @@ class RecordingReporter:
     wrote: bool = False
     trace_id: str | None = None
     states: list[str] = field(default_factory=list)
+    ordinary: Any = None
+    durable_tasks: Any = None
 
     def claimed(self, grant: Grant) -> None:
         """Keep nothing: there is no message."""

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "pause": "cli_acts",
     "resume": "cli_acts",
     "versions": "cli_versions",
+    "resolve": "cli_runs",
     "serve": "serve",
     "dev": "cli_dev",
     "down": "cli_dev",

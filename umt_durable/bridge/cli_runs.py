@@ -1,4 +1,4 @@
-"""`durable status|runs|show|signal`: look at runs, and tell them something.
+"""`durable status|runs|show|signal|resolve`: look at runs, and tell them something.
 
 No payload is shown unless it is asked for.
 """
@@ -118,18 +118,42 @@ def show(ctx: click.Context, run_id: str, payloads: bool, as_json: bool) -> None
 @click.pass_context
 def signal(ctx: click.Context, run_id: str, name: str, payload: str | None, dedupe: str | None, as_json: bool) -> None:
     """Say the fact NAME to a run, with a payload if one is given, and print the id of the fact."""
-    value = None
-    if payload is not None:
-        try:
-            value = json.loads(payload)
-        except ValueError as error:
-            raise click.BadParameter(f"{error}. Text needs quotes of its own: '\"yes\"'", param_hint="JSON") from None
+    value = None if payload is None else _json(payload)
     client = checked(ctx).client
     fact = client.signal(run_id, name, value, actor=actor(), dedupe=dedupe)
     ended = client.get(run_id)
     if ended.state.is_terminal:
         click.echo(f"run {run_id} has ended ({ended.state}): nobody will take this fact", err=True)
     emit({"run": run_id, "name": name, "fact": fact}, [Section("fact", ("fact",), [(fact,)])], as_json=as_json)
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN")
+@click.argument("step")
+@click.option("--result", metavar="JSON", help="The task was executed, and gave this.")
+@click.option("--error", metavar="TEXT", help="It failed, or was not executed: the step fails with this text.")
+@json_option
+@click.pass_context
+def resolve(ctx: click.Context, run_id: str, step: str, result: str | None, error: str | None, as_json: bool) -> None:
+    """Say how the task that a STEP awaits has ended, and let the run go on.
+
+    For a run that is quarantined as uncertain_op; STEP is the step's key as `show` gives it.
+    """
+    if (result is None) == (error is None):
+        raise click.UsageError("Give --result or --error, and not both.")
+    client = checked(ctx).client
+    if error is not None:
+        fact = client.resolve_step(run_id, step, error=error, actor=actor())
+    else:
+        fact = client.resolve_step(run_id, step, result=_json(result or ""), actor=actor())
+    emit({"run": run_id, "step": step, "fact": fact}, [Section("fact", ("fact",), [(fact,)])], as_json=as_json)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}. Text needs quotes of its own: '\"yes\"'", param_hint="JSON") from None
 
 
 def checked(ctx: click.Context, *, tasks: bool = False) -> Durable:

@@ -17,7 +17,7 @@ from celery.utils.log import get_logger
 from kombu.utils import json as kombu_json
 
 from umt_durable import codec
-from umt_durable.bridge import callbacks, chords
+from umt_durable.bridge import callbacks, chords, ordinary
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.reporter import CeleryReporter
 from umt_durable.bridge.revoke import announce_revoked
@@ -114,6 +114,7 @@ def _revoked(
     durable: Durable, task: DurableTask, request: Context, reporter: CeleryReporter, outcome: Finished
 ) -> None:
     try:
+        ordinary.revoke_unanswered(durable, outcome.token.run)
         callbacks.revoke(task.backend, request, "cancelled", store_result=reporter.stores)
         announce_revoked(durable.app, str(task.name), request, "cancelled")
     except Exception as error:  # noqa: BLE001 - each backend raises its own; the relay finds the row and tries again

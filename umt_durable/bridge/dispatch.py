@@ -13,7 +13,7 @@ from celery.utils.log import get_logger
 from kombu.exceptions import OperationalError
 
 from umt_durable import tracing
-from umt_durable.bridge import callbacks, message, sending
+from umt_durable.bridge import callbacks, message, ordinary, sending
 from umt_durable.bridge.deliver import outcome_of, plain_arguments
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.outgoing import Outgoing, Report, reason
@@ -176,6 +176,7 @@ class CeleryDispatcher:
         elif run.state is RunState.FAILED:
             backend.mark_as_failure(run.id, error, request=request, store_result=stores, call_errbacks=False)
         else:
+            ordinary.revoke_unanswered(self._durable, run.no)
             callbacks.revoke(backend, request, run.reason or "cancelled", store_result=stores)
             if entry.ordinal == 0:
                 announce_revoked(app, run.task, request, run.reason)

@@ -13,7 +13,7 @@ from celery import Celery, signals
 from celery.utils.log import get_logger
 
 from umt_durable import codec, migrate, tracing
-from umt_durable.bridge import deliver, enqueuing, revoke
+from umt_durable.bridge import deliver, enqueuing, receivers, revoke
 from umt_durable.bridge.async_verbs import AsyncVerbs
 from umt_durable.bridge.bootsteps import install
 from umt_durable.bridge.declaring import adopt, declare, take_over_tasks
@@ -38,6 +38,7 @@ from umt_durable.engine.executor import Executor
 from umt_durable.engine.ops import Ops
 from umt_durable.engine.registry import TaskRegistry
 from umt_durable.engine.retry import RetryPolicy
+from umt_durable.engine.waitables import MISSING
 from umt_durable.errors import ConfigurationError, DatabaseUnavailableError, DecodingError
 from umt_durable.records import Run
 from umt_durable.redaction import redact_url
@@ -91,6 +92,7 @@ class Durable(AsyncVerbs):
         enqueuing.take_over(self)
         revoke.take_over(self.app)
         take_over_tasks(self)
+        receivers.install(self)
         install(self.app)
 
     # -- declaring -------------------------------------------------------------------------------------------------
@@ -186,6 +188,12 @@ class Durable(AsyncVerbs):
     ) -> UUID:
         """Say a fact to one run; see `Client.signal`."""
         return self.client.signal(run_id, name, payload, conn=conn, actor=actor, dedupe=dedupe)
+
+    def resolve_step(
+        self, run_id: str, step: str, *, result: Any = MISSING, error: str | None = None, actor: str | None = None
+    ) -> UUID:
+        """Say how the task that a step awaits has ended; see `Client.resolve_step`."""
+        return self.client.resolve_step(run_id, step, result=result, error=error, actor=actor)
 
     def emit(
         self,
@@ -320,7 +328,7 @@ class Durable(AsyncVerbs):
 
     def perform(self, task: DurableTask, request: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute one delivery of a run and tell Celery what became of it."""
-        reporter = CeleryReporter(task, request)
+        reporter = CeleryReporter(self, task, request)
         delivery = deliver.delivery_of(task, request)
         if request.is_eager:
             return perform_eagerly(self, task, delivery, args, kwargs)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from umt_durable.bridge import deliver, enqueuing
 from umt_durable.bridge.envelope import EMPTY
 from umt_durable.bridge.message import TaskMessage
+from umt_durable.bridge.offspring import ChildTasks
+from umt_durable.bridge.ordinary import CeleryTasks
 from umt_durable.database import Connection
 from umt_durable.engine.outcomes import Delivery, Finished, Parked
 from umt_durable.errors import DefinitionError, DurableError
@@ -27,6 +29,10 @@ class EagerReporter:
     reports = False
     wrote = False
     trace_id = None
+
+    def __init__(self, durable: Durable) -> None:
+        self.ordinary = CeleryTasks(durable)
+        self.durable_tasks = ChildTasks(durable)
 
     def claimed(self, grant: Grant) -> None:
         """Leave the request as the caller made it."""
@@ -78,7 +84,7 @@ def perform_eagerly(
     said = enqueuing.Enqueuing(ref=said.ref, attributes=said.attributes)
     take_in(durable.database, durable.settings, [enqueuing.new_run(durable, message, said)])
     with enqueuing.enqueuing({}):
-        outcome = durable.executor().execute(delivery, EagerReporter())
+        outcome = durable.executor().execute(delivery, EagerReporter(durable))
     if isinstance(outcome, Finished) and outcome.error is not None:
         raise outcome.error
     if isinstance(outcome, Finished) and outcome.state is RunState.SUCCEEDED:

@@ -15,11 +15,15 @@ from umt_durable import codec, tracing
 from umt_durable.bridge import callbacks, chords
 from umt_durable.bridge.context import restore_request
 from umt_durable.bridge.envelope import EMPTY, Envelope
+from umt_durable.bridge.offspring import ChildTasks
+from umt_durable.bridge.ordinary import CeleryTasks
+from umt_durable.engine.reporting import DurableTasks, OrdinaryTasks
 from umt_durable.errors import DecodingError, DurableError
 from umt_durable.records import Grant
 from umt_durable.states import RunState
 
 if TYPE_CHECKING:
+    from umt_durable.bridge.durable import Durable
     from umt_durable.bridge.task import DurableTask
 
 logger = get_logger(__name__)
@@ -35,7 +39,9 @@ class CeleryReporter:
     Keeps: an interim state that cannot be stored costs only its display, never the run.
     """
 
-    def __init__(self, task: DurableTask, request: Context) -> None:
+    def __init__(self, durable: Durable, task: DurableTask, request: Context) -> None:
+        self.ordinary: OrdinaryTasks = CeleryTasks(durable)
+        self.durable_tasks: DurableTasks = ChildTasks(durable)
         self._task = task
         self._request = request
         self.envelope: Envelope = EMPTY

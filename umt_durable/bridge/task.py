@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 CELERYS_OWN = "celery."
 """How the names of Celery's own tasks begin; these are never durable."""
 
+OWN = "umt_durable."
+"""How the names of this package's own durable tasks begin."""
+
 
 class DurableTask(Task):
     """A Celery task whose calls are runs in Postgres.

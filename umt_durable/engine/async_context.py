@@ -67,6 +67,10 @@ class AsyncSteps:
     effect = _awaited(Steps.effect)
     sleep = _awaited(Steps.sleep)
     sleep_until = _awaited(Steps.sleep_until)
+    task = _awaited(Steps.task)
+    call = _awaited(Steps.call)
+    gather = _awaited(Steps.gather)
+    spawn = _awaited(Steps.spawn)
     wait_any = _awaited(Steps.wait_any)
     wait_quorum = _awaited(Steps.wait_quorum)
 

@@ -12,15 +12,17 @@ from uuid import UUID, uuid4, uuid5
 from umt_durable import codec, telemetry, texts
 from umt_durable.database import Connection, Database
 from umt_durable.engine import failures
+from umt_durable.engine.answers import PREFIX, Answer
 from umt_durable.engine.context import NAMESPACE
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.ops import Ops
-from umt_durable.engine.waitables import check_name
+from umt_durable.engine.waitables import MISSING, check_name
 from umt_durable.errors import (
     DefinitionError,
     IdempotencyConflictError,
     RunExistsError,
     UnknownRunError,
+    UnknownStepError,
     WrongStatusError,
 )
 from umt_durable.failpoints import point
@@ -30,7 +32,7 @@ from umt_durable.services.acts import MAX_REASON, Kind
 from umt_durable.session import Caller, caller
 from umt_durable.settings import Settings
 from umt_durable.sql import statements
-from umt_durable.states import RunState
+from umt_durable.states import RunState, WaitState
 from umt_durable.store import attempts, audit, facts, journal, runs, waits
 
 T = TypeVar("T")
@@ -228,6 +230,26 @@ class Client(Access):
         if self._do(lambda own: runs.insert_retry(own, parameters)):
             telemetry.count(telemetry.Counter.ENQUEUED_RUN)
         self._notify()
+
+    def resolve_step(
+        self, run_id: str, step: str, *, result: Any = MISSING, error: str | None = None, actor: str | None = None
+    ) -> UUID:
+        """Say how the task that a step awaits has ended, and return the id of the fact that says so.
+
+        Exactly one of `result` and `error` is given; the step gives that result, or fails with StepFailedError. It is
+        for a run that is quarantined as `uncertain_op`, and holds as soon as the step waits; what came first counts.
+        Shape: `step` is the step's key as in the history.
+        Errors: UnknownRunError; UnknownStepError when no such step waits for an answer; DefinitionError.
+        """
+        if (result is MISSING) == (error is None):
+            raise DefinitionError(f"step {step!r}: give its result, or the error it is to fail with, and not both")
+        self.get(run_id)
+        found = self._do(lambda conn: waits.awaited(conn, run_id, None, PREFIX + str(step)))
+        if found is None or found.state is not WaitState.PENDING:
+            raise UnknownStepError(run_id, step)
+        answer = Answer(result) if error is None else Answer(failure=failures.decided(error))
+        payload = answer.to_bytes(f"the result of step {step!r}")
+        return self._say(run_id, json.loads(found.address)[2], payload, conn=None, actor=actor, dedupe=None)
 
     def emit(
         self,

@@ -125,6 +125,8 @@ class Execution:
             retry=self._definition.retry,
             run_id=self._delivery.run_id,
             nesting=self._delivery.nesting,
+            queue=self._grant.queue,
+            deliver_seconds=self._settings.deliver_seconds,
             version=self._grant.version,
             priority=self._grant.priority,
             failures=self._grant.failures,
@@ -197,6 +199,7 @@ class Execution:
                     outbox.report_again(guard.conn, token.run)
                 elif ended is not None and how.run is not None:
                     runs.enqueue(guard.conn, how.run, deliver_seconds=self._settings.deliver_seconds)
+                    runs.hand_on_parent(guard.conn, token.run, how.run.id, how.run.nesting)
                 elif ended is not None and how.message is not None:
                     outbox.keep_callback(guard, payload=how.message, hold_seconds=FINISH_HOLD_SECONDS)
             return ended

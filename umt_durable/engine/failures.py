@@ -9,7 +9,7 @@ import builtins
 import contextlib
 import json
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -48,6 +48,10 @@ class Failure:
         """Return the failure as JSON."""
         return json.dumps(asdict(self), ensure_ascii=True, default=_bytes_to_json).encode()
 
+    def of_step(self, step: str) -> Failure:
+        """Return the same failure as that of a step."""
+        return replace(self, step=step)
+
     @property
     def summary(self) -> str:
         """Return one line for lists and logs."""
@@ -70,6 +74,12 @@ def _from_fields(fields: dict[str, Any]) -> Failure:
             "members": tuple(_from_fields(member) for member in fields.get("members", ())),
         }
     )
+
+
+def decided(text: str) -> Failure:
+    """Return the failure that a person says a step has."""
+    said = _clean(text)[:MAX_TEXT]
+    return Failure("Decision", "", said, (said,), "")
 
 
 def capture(error: BaseException, *, step: str | None = None) -> Failure:

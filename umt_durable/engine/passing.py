@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from datetime import datetime, timedelta
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 from umt_durable import telemetry, tracing
 from umt_durable.codec import Encoded
 from umt_durable.database import Database
+from umt_durable.engine import failures
 from umt_durable.engine.attempt import Attempt, exit_for
 from umt_durable.engine.branch import Blocked, Branch
 from umt_durable.engine.exits import Abandoned, Canceled, Exit, Released, Replaced, Suspended
@@ -24,10 +26,12 @@ from umt_durable.errors import DurableError
 from umt_durable.failpoints import point
 from umt_durable.records import StepEntry, WaitEntry
 from umt_durable.session import Binding
-from umt_durable.states import AttemptOutcome, RunState
+from umt_durable.states import AttemptOutcome, Reason, RunState
 from umt_durable.store import journal, runs, waits
 from umt_durable.store import settings as store_settings
 from umt_durable.store.guard import Guard
+
+logger = logging.getLogger(__name__)
 
 LONGEST = timedelta(days=36_500)
 """The longest sleep, time-out or back-off: what the database's calendar can add to any date of ours."""
@@ -51,6 +55,8 @@ class Pass:
         retry: RetryPolicy,
         run_id: str,
         nesting: int,
+        queue: str | None,
+        deliver_seconds: float,
         version: int,
         priority: int | None,
         failures: int,
@@ -67,6 +73,8 @@ class Pass:
         self.retry = retry
         self.run_id = run_id
         self.nesting = nesting
+        self.queue = queue
+        self.deliver_seconds = deliver_seconds
         self.version = version
         self.priority = priority
         self.failures = failures
@@ -238,23 +246,49 @@ class Pass:
         recorded = [entry.key for entry in steps] + [entry.key for entry in found]
         self._expect(key for key in recorded if not inner.isdisjoint(branches_of(key)))
 
+    def park_for_person(self, reason: Reason, error: DurableError, *, waits: Sequence[str]) -> None:
+        """Quarantine the run until a wait is settled, by a person or a late answer; return if one is."""
+        kept = failures.capture(error)
+        self.attempt.prove()
+        self.reporter.suspending(RunState.QUARANTINED, reason)
+
+        def park(guard: Guard) -> str | None:
+            return self._lock_and_park(
+                guard,
+                waits,
+                lambda: runs.quarantine(guard, reason=reason, error=kept.to_bytes(), summary=kept.summary),
+            )
+
+        if self._parked(park, ended_as=AttemptOutcome.FAILED):
+            telemetry.count(telemetry.Counter.QUARANTINED_RUN)
+            logger.error("a run is quarantined: %s", kept.summary, extra={"run": self.run_id})
+            self.leave(Suspended(RunState.QUARANTINED, reason))
+
     def _park(self, state: RunState, steps: Sequence[str], keys: Sequence[str], poll: timedelta | None) -> bool:
         """Park under the run's lock, unless a wait was settled since this pass read it (RG-9)."""
 
         def park(guard: Guard) -> str | None:
-            with guard.conn.transaction():
-                cancel = runs.lock_grant(guard)
-                point("wait.run_lock.a")
-                if cancel is None:
-                    return None
-                if cancel:
-                    return "cancel"
-                if waits.count_settled(guard.conn, guard.token.run, keys):
-                    return "settled"
-                runs.suspend(guard, state=state, steps=steps, waits=keys, poll=poll)
-                return "parked"
+            return self._lock_and_park(
+                guard, keys, lambda: runs.suspend(guard, state=state, steps=steps, waits=keys, poll=poll)
+            )
 
-        reply = self.attempt.end(park, ended_as=(AttemptOutcome.SUSPENDED,))
+        return self._parked(park, ended_as=AttemptOutcome.SUSPENDED)
+
+    def _lock_and_park(self, guard: Guard, keys: Sequence[str], write: Callable[[], object]) -> str | None:
+        with guard.conn.transaction():
+            cancel = runs.lock_grant(guard)
+            point("wait.run_lock.a")
+            if cancel is None:
+                return None
+            if cancel:
+                return "cancel"
+            if waits.count_settled(guard.conn, guard.token.run, keys):
+                return "settled"
+            write()
+            return "parked"
+
+    def _parked(self, park: Callable[[Guard], str | None], *, ended_as: AttemptOutcome) -> bool:
+        reply = self.attempt.end(park, ended_as=(ended_as,))
         if reply == "cancel":
             self.leave(Canceled("cancelled"))
         return reply != "settled"

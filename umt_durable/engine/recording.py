@@ -15,6 +15,7 @@ from umt_durable.clock import boottime
 from umt_durable.engine import failures, loops
 from umt_durable.engine.attempt import AlreadyRecordedError
 from umt_durable.engine.exits import Canceled, Exit
+from umt_durable.engine.failures import Failure
 from umt_durable.engine.passing import IN_PROCESS_SECONDS, LONGEST, Pass
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import DurableError, EncodingError, JournalCorruptError, NonDeterminismError
@@ -218,6 +219,15 @@ class Recorder:
 
     def _park_for_retry(self, entry: journal.Entry, until: str) -> None:
         self.guarded(lambda: self._pass.suspend(RunState.RETRYING, steps=[entry.key], until=until))
+
+    def record(self, entry: journal.Entry, name: str, value: Any, annotation: Any = codec.EMPTY) -> Any:
+        """Record a value that came from outside as the outcome of a step, and return it as every replay will."""
+        return self.commit(entry, Body(lambda: value, annotation, name), value)
+
+    def record_known_failure(self, entry: journal.Entry, failure: Failure) -> NoReturn:
+        """Record a failure that happened elsewhere as the outcome of a step and raise it as every replay will."""
+        self._keep(journal.Written(entry, StepState.FAILED, error=failure.to_bytes()))
+        raise self._pass.exceptions.rebuild(failure)
 
     def record_failure(self, entry: journal.Entry, name: str, error: Exception) -> NoReturn:
         """Record a failure as the final outcome of a step and raise it as every replay will."""

@@ -2,14 +2,78 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Protocol
+from uuid import UUID
 
-from umt_durable.records import Grant
+from umt_durable.engine.answers import Answer, Place
+from umt_durable.records import Grant, NewRun
 from umt_durable.states import RunState
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """An ordinary task to be awaited: its name, what identifies the call on replay, and what its class says of it."""
+
+    task: str
+    identity: tuple[Any, ...]
+    idempotent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message as the outbox keeps it, and when it may leave; at once without either."""
+
+    payload: bytes
+    due: datetime | None = None
+    delay: timedelta | None = None
+
+
+class OrdinaryTasks(Protocol):
+    """The tasks of the queue in front of the engine that are not durable."""
+
+    def describe(self, signature: Any, step: str) -> Described:
+        """Say what a signature asks for.
+
+        Errors: DefinitionError for what cannot be awaited as a step.
+        """
+
+    def pack(self, signature: Any, place: Place, token: UUID, queue: str | None) -> Message:
+        """Make the message whose task brings its answer, with the token, to a step; over the run's own queue.
+
+        Errors: EncodingError for arguments that JSON cannot hold.
+        """
+
+    def look(self, task_id: str) -> Answer | None:
+        """Ask the result backend once how a task ended; None when it does not know, or cannot be asked."""
+
+
+class DurableTasks(Protocol):
+    """The durable tasks of the process, as children of a run."""
+
+    def plan(self, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any], id: str, step: str) -> NewRun:
+        """Make the run of a call, without starting it, under the given id; a signature brings arguments of its own.
+
+        Errors: DefinitionError for what is no durable task, or is to begin later; InputError; EncodingError.
+        """
+
+    def name(self, task: Any, step: str) -> str:
+        """Return the name of a durable task.
+
+        Errors: DefinitionError for what is none.
+        """
+
+    def annotation(self, task: Any) -> Any:
+        """Return what a durable task's result is typed by."""
 
 
 class Reporter(Protocol):
     """Stores interim states and knows what has to leave at the end of a run."""
+
+    @property
+    def ordinary(self) -> OrdinaryTasks:
+        """The ordinary tasks that a step can await."""
 
     @property
     def reports(self) -> bool:
@@ -22,6 +86,10 @@ class Reporter(Protocol):
     @property
     def trace_id(self) -> str | None:
         """The trace that the run's message belongs to, 32 hex digits; None when it belongs to none."""
+
+    @property
+    def durable_tasks(self) -> DurableTasks:
+        """The durable tasks that can be children."""
 
     def claimed(self, grant: Grant) -> None:
         """Take in what the run's row says of its message. Called once, right after the claim."""

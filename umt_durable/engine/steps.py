@@ -10,6 +10,8 @@ from typing import Any, ParamSpec, TypeVar, overload
 from uuid import UUID
 
 from umt_durable import codec
+from umt_durable.engine.awaiting import TaskCall, TaskInfo, await_task
+from umt_durable.engine.children import call, gather, spawn
 from umt_durable.engine.effecting import run_effect
 from umt_durable.engine.effects import MISSING as MISSING_REQUEST
 from umt_durable.engine.effects import Effect, OpInfo, Policy, Reconciled
@@ -145,6 +147,59 @@ class Steps(WaitSteps, ParallelSteps):
         if not isinstance(moment, datetime) or moment.tzinfo is None:
             raise DefinitionError(f"step {name!r}: sleep_until needs a datetime with a time zone, not {moment!r}")
         sleep(self._pass, self._recorder, Sleep(name=name, text=f"until {moment.isoformat()}", until=moment))
+
+    def task(
+        self,
+        name: str,
+        signature: Any,
+        *,
+        timeout: timedelta | None = None,
+        reconcile: Callable[[TaskInfo], Reconciled[Any]] | None = None,
+        idempotent: bool | None = None,
+        resend: timedelta | None = None,
+    ) -> Any:
+        """Send an ordinary Celery task through the outbox, park until it ends, and give its result.
+
+        Shape: `signature` is as from `print_label.s(...)`, or a chain or chord of ordinary tasks; the result is JSON.
+        At the end of `timeout` the result backend is asked once. If it does not know: `reconcile(info)` says `Done`,
+        `NotDone` or `Unknown`; an `idempotent` task (default: what its class says) has failed with StepTimeoutError;
+        any other leaves the run quarantined as `uncertain_op`, until its answer comes or a person says what it is by
+        `durable.resolve_step`. Only an `idempotent` task is sent again as lost, after `resend` and then twice as long
+        each time (default: a quarter of `timeout`, or an hour).
+        Errors: what the task raised, as itself if its class is registered, else StepFailedError; StepTimeoutError;
+        DefinitionError for a durable task (await it with `step.call`) and for a group.
+        """
+        call = TaskCall(
+            name=name, signature=signature, timeout=timeout, reconcile=reconcile, idempotent=idempotent, resend=resend
+        )
+        return await_task(self._pass, self._recorder, call)
+
+    def call(self, name: str, task: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Start a child run of a durable task, park until it ends, and return its result, typed by the task (I17).
+
+        The child is there exactly once, under an id derived from this run and step; it ends as cancelled should this
+        run end before it.
+        Errors: what the child failed with, as itself if its class is registered, else StepFailedError;
+        ChildrenFailedError for one that was cancelled; DefinitionError for what is no durable task.
+        """
+        return call(self._pass, self._recorder, name, task, args, kwargs)
+
+    def gather(self, name: str, calls: Sequence[Any]) -> list[Any]:
+        """Start a child run for each signature, park until all have ended, and return their results in order (I17).
+
+        Shape: `calls` are signatures of durable tasks, as `task.s(...)`; none gives an empty list at once.
+        Errors: ChildrenFailedError names each child that failed or was cancelled, once all have ended.
+        """
+        return gather(self._pass, self._recorder, name, calls)
+
+    def spawn(self, name: str, task: Any, /, *args: Any, on_parent_end: str = "abandon", **kwargs: Any) -> str:
+        """Start a child run that nobody awaits, and return its id.
+
+        Shape: `on_parent_end` says what becomes of it when this run ends before it: `abandon` lets it live, `cancel`
+        ends it.
+        Errors: DefinitionError.
+        """
+        return spawn(self._pass, self._recorder, name, task, args, kwargs, on_parent_end=on_parent_end)
 
     def value(self, name: str, make: Callable[[], R], annotation: Any) -> R:
         """Record a value made by the engine itself, such as the time."""

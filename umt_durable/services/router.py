@@ -26,12 +26,13 @@ from umt_durable.services.acts import Effect
 from umt_durable.services.rows import each
 from umt_durable.services.transactions import RETRY_SECONDS, commit
 from umt_durable.settings import Settings
-from umt_durable.states import WaitState
+from umt_durable.states import Reason, WaitState
 from umt_durable.store import facts, runs, waits
 from umt_durable.store.waits import Place
 
 logger = logging.getLogger(__name__)
 
+JOIN: Final = "umt.join"
 OLDEST: Final = 200
 """Among how many of the oldest facts routers choose at random, so that they do not queue for one address."""
 CHUNK: Final = 100
@@ -183,6 +184,8 @@ def _chunk(
         if found is None:
             return _Chunk(RouteCounts())
         act = acts.act_of(found)
+        if found.name == JOIN:
+            return _Chunk(_join(conn, settings, address))
         if act is not None:
             chunk = _Chunk(_counted(acts.apply(conn, settings, found, act)))
         else:
@@ -239,13 +242,21 @@ def _settle(conn: Connection, settings: Settings, address: str, run: int, key: s
     failpoints.point("router.run_lock.a")
     if locked is None or locked.state.is_terminal:
         return RouteCounts()
-    fact = facts.look_for(conn, address, run=run, of_run=json.loads(address)[0] == "run", mode=mode)
+    fact = facts.look_for(conn, address, run=run, of_run=json.loads(address)[0] != "key", mode=mode)
     if fact is None:
         return RouteCounts()
     ends = waits.settle(conn, run, key, state=WaitState.SATISFIED, fact=fact)
     if ends is None:
         return RouteCounts()
-    woken = ends and locked.state.is_parked and runs.wake(conn, run, deliver_seconds=settings.deliver_seconds)
+    woken = (
+        ends
+        and locked.state.is_parked
+        and (
+            runs.wake(conn, run, deliver_seconds=settings.deliver_seconds)
+            # Parked for a person because this answer had not come: here it is, from whomever.
+            or runs.release(conn, run, reason=Reason.UNCERTAIN_OP, deliver_seconds=settings.deliver_seconds)
+        )
+    )
     return RouteCounts(settled=1, woken=int(woken))
 
 
@@ -255,3 +266,18 @@ def _report_contradiction(conn: Connection, fact: FactRecord) -> None:
     for run, key in waits.contradicted(conn, fact.id, rest[0]) if kind == "run" else ():
         telemetry.count(telemetry.Counter.CONTRADICTING_FACT, run=run)
         logger.warning("fact %r came with another payload than the one that settled wait %r", fact.name, key)
+
+
+def _join(conn: Connection, settings: Settings, address: str) -> RouteCounts:
+    """Deal with all facts of ended children at one address at once, and wake their parent if no child is live.
+
+    The facts are listed before the children are looked at: whoever ends after that look has a fact that is not listed.
+    """
+    ended = facts.unrouted_at(conn, address)
+    _, parent, step = json.loads(address)
+    counts = RouteCounts()
+    if runs.is_joined(conn, parent, step):
+        waiting = waits.joining(conn, address)
+        if waiting is not None:
+            counts = _settle(conn, settings, address, *waiting, "join")
+    return replace(counts, routed=facts.mark_all_routed(conn, ended))

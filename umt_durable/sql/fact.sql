@@ -48,6 +48,16 @@ SELECT id, address, name FROM {schema}.fact WHERE routed_at IS NULL ORDER BY at 
 -- Locks: the address (held). Index: fact_pkey.
 SELECT id, address, name, payload, actor FROM {schema}.fact WHERE id = %(fact)s AND routed_at IS NULL
 
+-- name: unrouted_at :many
+-- List the unrouted facts of one address, under its lock.
+-- Locks: the address (held). Index: fact_address.
+SELECT id FROM {schema}.fact WHERE address = %(address)s AND routed_at IS NULL
+
+-- name: mark_all_routed :count
+-- The same as mark_routed for several facts of one address.
+-- Locks: the address (held), fact. Index: fact_pkey.
+UPDATE {schema}.fact SET routed_at = {schema}.now() WHERE id = ANY(%(facts)s) AND routed_at IS NULL
+
 -- name: mark_routed :count
 -- Record that every wait a fact can satisfy has been dealt with.
 -- Locks: the address (held), fact. Index: fact_pkey.

@@ -154,6 +154,14 @@ SELECT event, outcome FROM {schema}.emit_event(%(type)s, %(payload)s, %(key)s, %
 -- Locks: outbox_event. Index: outbox_event_pkey.
 SELECT {schema}.keep_message(%(id)s, %(payload)s, %(due)s, %(delay)s::interval)
 
+-- name: forget_unsent :count
+-- Forget rows that no relay has taken yet.
+-- Locks: outbox_event (ascending). Index: outbox_event_pkey.
+WITH c AS MATERIALIZED (
+    SELECT id FROM {schema}.outbox_event
+     WHERE id = ANY(%(ids)s) AND status = 'pending' AND attempts = 0 ORDER BY id FOR UPDATE)
+DELETE FROM {schema}.outbox_event AS o USING c WHERE o.id = c.id
+
 -- name: outbox_status :one
 -- Count pending and dead rows and say how long the oldest due row has waited, in seconds. Events that were dispatched
 -- may be many: they are not read.

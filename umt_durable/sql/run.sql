@@ -37,12 +37,12 @@ WITH c AS (
             OR (state = 'running' AND claim = %(claim)s))
        AND EXISTS (SELECT 1 FROM {schema}.worker WHERE id = %(worker)s AND lease_until > {schema}.now())  -- no fence: the sweeper finds a dead lease anyway
     RETURNING no, fence, cancel_at IS NOT NULL AS cancel, failures, crashes, version, priority, args, codec, digest, envelope,
-              extract(epoch FROM {schema}.now() - created_at)::float8 AS age),
+              extract(epoch FROM {schema}.now() - created_at)::float8 AS age, queue),
 a AS (
     INSERT INTO {schema}.attempt (run, fence, claim, worker, claimed_at)
     SELECT no, fence, %(claim)s, %(worker)s, {schema}.now() FROM c
     ON CONFLICT ON CONSTRAINT attempt_pkey DO NOTHING)
-SELECT no, fence, cancel, failures, crashes, version, priority, args, codec, digest, envelope, age FROM c
+SELECT no, fence, cancel, failures, crashes, version, priority, args, codec, digest, envelope, age, queue FROM c
 
 -- name: prove_grant :maybe
 -- Say whether a cancel is pending, if the grant still holds. The row lock makes the answer a proof (I7).
@@ -152,6 +152,51 @@ UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'failed', error
   FROM r WHERE attempt.run = r.no AND attempt.fence = r.fence
 RETURNING attempt.run
 
+-- name: insert_children :one
+-- Insert the child runs of a step and their hints, under the parent's grant; repeated, nothing. Their number is given back.
+-- Locks: run FOR SHARE (the parent), then run, outbox_event (new rows). Index: run_pkey, run_id_nesting.
+WITH r AS MATERIALIZED (
+    SELECT no FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE),
+n AS (
+    INSERT INTO {schema}.run (id, nesting, task, version, queue, priority, args, codec, digest, envelope, deliver_by,
+                              parent_no, parent_key, parent_index, on_parent_end)
+    SELECT c.id, 0, c.task, c.version, c.queue, c.priority, c.args, c.codec, c.digest, c.envelope,
+           {schema}.now() + %(deliver)s::interval, r.no, %(key)s::text, %(first)s::int + c.place - 1, %(on_parent_end)s
+      FROM r, unnest(%(ids)s::text[], %(tasks)s::text[], %(versions)s::int[], %(queues)s::text[], %(priorities)s::int[], %(args)s::bytea[],
+                     %(codecs)s::int[], %(digests)s::bytea[], %(envelopes)s::bytea[])
+             WITH ORDINALITY AS c (id, task, version, queue, priority, args, codec, digest, envelope, place)
+    ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING
+    RETURNING no, priority),
+o AS (
+    INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+    SELECT {schema}.event_id(no, 0, 'run', 0), 'run', no, coalesce(priority, 0), {schema}.now() FROM n
+    ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING)
+SELECT count(*) FROM n
+
+-- name: hand_on_parent :count
+-- Make the run that takes a child's place the child, in the transaction that ends the other.
+-- Locks: run (both, inserted or ended by this transaction). Index: run_id_nesting, run_pkey.
+WITH o AS (
+    SELECT no, parent_no, parent_key, parent_index, on_parent_end FROM {schema}.run WHERE no = %(run)s AND parent_no IS NOT NULL),
+n AS (
+    UPDATE {schema}.run SET parent_no = o.parent_no, parent_key = o.parent_key, parent_index = o.parent_index, on_parent_end = o.on_parent_end
+      FROM o WHERE run.id = %(id)s AND run.nesting = %(nesting)s AND run.no <> o.no
+    RETURNING 1)
+UPDATE {schema}.run SET parent_key = NULL, on_parent_end = NULL FROM o WHERE run.no = o.no AND EXISTS (SELECT 1 FROM n)
+
+-- name: children_of_step :many
+-- Read the children of a step in the order they were asked for.
+-- Locks: none. Index: run_children.
+SELECT id, task, state, reason, result, error, codec FROM {schema}.run
+ WHERE parent_no = %(run)s AND parent_key = %(key)s ORDER BY parent_index
+
+-- name: is_joined :one
+-- Say whether no child of a step is live.
+-- Locks: none. Index: run_unfinished.
+SELECT NOT EXISTS (SELECT 1 FROM {schema}.run WHERE parent_no = %(run)s AND parent_key = %(key)s AND finished_at IS NULL)
+
 -- name: finish_run :maybe
 -- Make the run terminal (cancelled if a cancel is pending), close the attempt, and store what has to leave: the result
 -- and one row per callback, claimed by the finisher, who publishes them itself; a second result row where an attempt was
@@ -175,6 +220,16 @@ a AS (
       FROM r, u WHERE attempt.run = r.no AND attempt.fence = r.fence),
 w AS (
     UPDATE {schema}.wait SET state = 'cancelled', settled_at = {schema}.now() FROM u WHERE wait.run = u.no AND wait.state = 'pending'),
+f AS (
+    -- One fact for whoever awaits this child, and a cancel for each child that is not to outlive it.
+    INSERT INTO {schema}.fact (id, address, name, payload)
+    SELECT {schema}.event_id(u.no, u.fence, 'join', 0), jsonb_build_array('join', run.parent_no, run.parent_key)::text, 'umt.join', NULL
+      FROM u JOIN {schema}.run ON run.no = u.no WHERE run.parent_no IS NOT NULL AND run.parent_key IS NOT NULL
+    UNION ALL
+    SELECT {schema}.event_id(c.no, u.fence, 'close', 0), jsonb_build_array('run', c.id, 'umt.cancel')::text, 'umt.cancel',
+           convert_to('{"reason": "its parent has ended"}', 'UTF8')
+      FROM u JOIN {schema}.run AS c ON c.parent_no = u.no AND c.finished_at IS NULL AND c.on_parent_end = 'cancel'
+    ON CONFLICT ON CONSTRAINT fact_pkey DO NOTHING),
 o AS (
     INSERT INTO {schema}.outbox_event (id, type, run, ordinal, claim, next_attempt_at)
     SELECT {schema}.event_id(u.no, u.fence, row.type, row.ordinal), row.type, u.no, row.ordinal, row.claim, {schema}.now() + row.due
@@ -206,6 +261,16 @@ a AS (
 w AS (
     UPDATE {schema}.wait SET state = 'cancelled', settled_at = {schema}.now()
       FROM u WHERE wait.run = u.no AND wait.state = 'pending'),
+f AS (
+    -- One fact for whoever awaits this child, and a cancel for each child that is not to outlive it.
+    INSERT INTO {schema}.fact (id, address, name, payload)
+    SELECT {schema}.event_id(u.no, u.fence, 'join', 0), jsonb_build_array('join', run.parent_no, run.parent_key)::text, 'umt.join', NULL
+      FROM u JOIN {schema}.run ON run.no = u.no WHERE run.parent_no IS NOT NULL AND run.parent_key IS NOT NULL
+    UNION ALL
+    SELECT {schema}.event_id(c.no, u.fence, 'close', 0), jsonb_build_array('run', c.id, 'umt.cancel')::text, 'umt.cancel',
+           convert_to('{"reason": "its parent has ended"}', 'UTF8')
+      FROM u JOIN {schema}.run AS c ON c.parent_no = u.no AND c.finished_at IS NULL AND c.on_parent_end = 'cancel'
+    ON CONFLICT ON CONSTRAINT fact_pkey DO NOTHING),
 o AS (
     INSERT INTO {schema}.outbox_event (id, type, run, ordinal, next_attempt_at)
     SELECT {schema}.event_id(u.no, u.fence, 'result', row.ordinal), 'result', u.no, row.ordinal, {schema}.now() + row.due
@@ -416,7 +481,7 @@ SELECT no, fence FROM {schema}.run AS r
 -- Locks: none. Index: run_pkey, worker_pkey, step_pkey.
 SELECT r.worker, w.host, w.pid,
        (SELECT s.key FROM {schema}.step AS s
-         WHERE s.run = r.no AND s.state = 'started' AND s.kind <> 'sleep' AND s.wake_at IS NULL
+         WHERE s.run = r.no AND s.state = 'started' AND s.kind NOT IN ('sleep', 'task', 'call') AND s.wake_at IS NULL
          ORDER BY s.fence DESC, s.started_at DESC NULLS LAST, s.seq DESC LIMIT 1)
   FROM {schema}.run AS r LEFT JOIN {schema}.worker AS w ON w.id = r.worker
  WHERE r.no = %(run)s AND r.fence = %(fence)s AND r.state = 'running'

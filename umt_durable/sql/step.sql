@@ -127,6 +127,36 @@ ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE
  WHERE step.state = 'started'
 RETURNING (SELECT cancel_at IS NOT NULL FROM r), extract(epoch FROM wake_at - {schema}.now())::float8
 
+-- name: send_step :maybe
+-- Record that a step's work is sent elsewhere, once, and when it is sent again without an answer (null: never). The reply:
+-- cancel pending, recorded now. Only then does the caller's transaction write the message, so that a repeat sends no other.
+-- Locks: run FOR SHARE, then step. Index: run_pkey, step_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, cancel_at FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE),
+s AS (
+    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, fence, wake_at, started_at)
+    SELECT no, %(key)s, %(seq)s, %(kind)s, 'started', %(fingerprint)s, %(fence)s, {schema}.now() + %(again)s::interval, {schema}.now()
+      FROM r WHERE cancel_at IS NULL
+    ON CONFLICT ON CONSTRAINT step_pkey DO NOTHING
+    RETURNING 1)
+SELECT cancel_at IS NOT NULL, EXISTS (SELECT 1 FROM s) FROM r
+
+-- name: resend_step :maybe
+-- Count a message as lost and fix when the next one would be. The reply: cancel pending, counted now.
+-- Locks: run FOR SHARE, then step. Index: run_pkey, step_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, cancel_at FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE),
+s AS (
+    UPDATE {schema}.step SET failures = failures + 1, fence = %(fence)s, wake_at = {schema}.now() + %(again)s::interval
+      FROM r
+     WHERE step.run = r.no AND step.key = %(key)s AND step.state = 'started' AND step.failures = %(failures)s AND r.cancel_at IS NULL
+    RETURNING 1)
+SELECT cancel_at IS NOT NULL, EXISTS (SELECT 1 FROM s) FROM r
+
 -- name: read_journal :many
 -- Read the journal of a run in the order of its steps. Only after the claim has committed: before, a zombie's last
 -- commit can be missed.

@@ -78,11 +78,58 @@ l AS (
             OR EXISTS (SELECT 1 FROM {schema}.wait AS c WHERE c.run = l.run AND c.key = l.part_of AND c.state <> 'pending')))
 SELECT key FROM g
 
+-- name: await_answer :maybe
+-- Record the wait for the answer that whoever has the token brings, once. The reply says whether a cancel is pending.
+-- Locks: run FOR SHARE, then wait. Index: run_pkey, wait_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, cancel_at FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE),
+w AS (
+    INSERT INTO {schema}.wait (run, key, seq, name, address, mode, deadline, token)
+    SELECT no, %(key)s, %(seq)s, %(name)s, %(address)s, 'task', {schema}.now() + %(timeout)s::interval, %(token)s
+      FROM r WHERE cancel_at IS NULL
+    ON CONFLICT ON CONSTRAINT wait_pkey DO NOTHING)
+SELECT cancel_at IS NOT NULL FROM r
+
+-- name: awaited_answer :maybe
+-- Read the wait for an answer of a run: of the given nesting, or, without one, of the highest.
+-- Locks: none. Index: run_id_nesting, wait_pkey.
+SELECT w.run, w.key, w.address, w.state, w.token
+  FROM {schema}.wait AS w
+ WHERE w.key = %(key)s AND w.token IS NOT NULL
+   AND w.run = (SELECT r.no FROM {schema}.run AS r
+                 WHERE r.id = %(id)s AND (%(nesting)s::int IS NULL OR r.nesting = %(nesting)s) ORDER BY r.nesting DESC LIMIT 1)
+
+-- name: awaited_tasks :many
+-- List the addresses at which a run still waits for an answer, or did so when it ended.
+-- Locks: none. Index: wait_pkey.
+SELECT address FROM {schema}.wait WHERE run = %(run)s AND mode = 'task' AND fact IS NULL AND payload IS NULL
+
+-- name: await_children :maybe
+-- Record the one wait for all children of a step, once. The reply says whether a cancel is pending.
+-- Locks: run FOR SHARE, then wait. Index: run_pkey, wait_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, cancel_at FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE),
+w AS (
+    INSERT INTO {schema}.wait (run, key, seq, name, address, mode)
+    SELECT no, %(key)s, %(seq)s, %(name)s, %(address)s, 'join' FROM r WHERE cancel_at IS NULL
+    ON CONFLICT ON CONSTRAINT wait_pkey DO NOTHING)
+SELECT cancel_at IS NOT NULL FROM r
+
+-- name: joining_wait :maybe
+-- Find the pending wait for the children of a step.
+-- Locks: none (the address is held). Index: wait_pending.
+SELECT run, key FROM {schema}.wait WHERE address = %(address)s AND state = 'pending' AND mode = 'join'
+
 -- name: time_out_waits :many
--- Time out the pending waits of a run, whose row the caller has locked, whose deadline has passed; groups apart.
+-- Time out the pending waits of a run, whose row the caller has locked, whose deadline has passed; groups apart. Not
+-- those for an answer of an ordinary task: it may still come, and what its absence means is for the body to say.
 -- Locks: run (held), then wait. Index: wait_pkey.
 UPDATE {schema}.wait SET state = 'timed_out', settled_at = {schema}.now()
- WHERE run = %(run)s AND state = 'pending' AND deadline <= {schema}.now() AND part_of IS NULL AND need IS NULL
+ WHERE run = %(run)s AND state = 'pending' AND deadline <= {schema}.now() AND part_of IS NULL AND need IS NULL AND mode <> 'task'
 RETURNING key
 
 -- name: time_out_part :maybe
@@ -138,7 +185,7 @@ WITH t AS MATERIALIZED (SELECT {schema}.now() - interval '1 second' AS at),
 w AS MATERIALIZED (
     SELECT address, run, key, row_number() OVER (ORDER BY address, run, key) AS n
       FROM {schema}.wait
-     WHERE state = 'pending' AND address >= %(address)s AND (address, run, key) > (%(address)s, %(run)s, %(key)s)
+     WHERE state = 'pending' AND mode <> 'join' AND address >= %(address)s AND (address, run, key) > (%(address)s, %(run)s, %(key)s)
      ORDER BY address, run, key LIMIT %(limit)s),
 m AS (
     SELECT w.address, w.run, w.key, w.n,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -49,6 +50,16 @@ def get_unrouted(conn: Connection, fact: UUID) -> FactRecord | None:
     """Read a fact that is still to be routed."""
     row = sql.maybe(conn, "unrouted_fact", fact=fact)
     return None if row is None else FactRecord(*row)
+
+
+def unrouted_at(conn: Connection, address: str) -> list[UUID]:
+    """List the unrouted facts of an address whose lock the caller holds."""
+    return [row[0] for row in sql.many(conn, "unrouted_at", address=address)]
+
+
+def mark_all_routed(conn: Connection, ids: Sequence[UUID]) -> int:
+    """Record that some facts of one address have been dealt with."""
+    return sql.count(conn, "mark_all_routed", facts=list(ids))
 
 
 def mark_routed(conn: Connection, fact: UUID) -> None:

@@ -45,7 +45,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The answer to who asks to enter a body. Neither a cancel nor granted: the step has its outcome already."""
+    """The answer to who asks to enter a body or sends its work off. Neither a cancel nor granted: that was done."""
 
     cancel: bool
     granted: bool
@@ -152,6 +152,22 @@ def record_try(guard: Guard, entry: Entry, *, delay_seconds: float, error: bytes
     delay, age = timedelta(seconds=delay_seconds), timedelta(seconds=age_seconds)
     row = sql.maybe(guard.conn, "record_try", delay=delay, age=age, error=error, **entry.parameters, **guard.key)
     return None if row is None else Due(bool(row[0]), row[1])
+
+
+def send(guard: Guard, entry: Entry, *, again: timedelta | None) -> Started | None:
+    """Record that a step's work is sent elsewhere; `granted` says that this call did it; None when fenced.
+
+    Units: after `again` without an answer it is sent again; None means never.
+    """
+    parameters = {name: entry.parameters[name] for name in ("key", "seq", "kind", "fingerprint")}
+    row = sql.maybe(guard.conn, "send_step", again=again, **parameters, **guard.key)
+    return None if row is None else Started(bool(row[0]), bool(row[1]))
+
+
+def resend(guard: Guard, entry: Entry, *, again: timedelta) -> Started | None:
+    """Count the message of a step as lost; `granted` says that this call did it; None when fenced."""
+    row = sql.maybe(guard.conn, "resend_step", key=entry.key, failures=entry.failures, again=again, **guard.key)
+    return None if row is None else Started(bool(row[0]), bool(row[1]))
 
 
 def read(conn: Connection, run: int) -> list[StepEntry]:

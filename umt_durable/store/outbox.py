@@ -127,6 +127,11 @@ def refuse(
     return None if row is None else OutboxStatus(row[0])
 
 
+def forget_unsent(conn: Connection, ids: Sequence[UUID]) -> int:
+    """Forget rows that no relay has taken yet."""
+    return sql.count(conn, "forget_unsent", ids=list(ids))
+
+
 def report_again(conn: Connection, run: int) -> bool:
     """Put the result of a terminal run back into the outbox; False when the run is not terminal."""
     return sql.maybe(conn, "report_again", run=run) is not None

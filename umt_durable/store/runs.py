@@ -10,7 +10,19 @@ from uuid import UUID
 from umt_durable import sql, texts
 from umt_durable.codec import Encoded
 from umt_durable.database import Connection
-from umt_durable.records import Enqueued, FinishedRun, Grant, LockedRun, NewRun, RetriedRun, Run, RunNo, RunOwner, Token
+from umt_durable.records import (
+    Child,
+    Enqueued,
+    FinishedRun,
+    Grant,
+    LockedRun,
+    NewRun,
+    RetriedRun,
+    Run,
+    RunNo,
+    RunOwner,
+    Token,
+)
 from umt_durable.states import Reason, RunState
 from umt_durable.store.guard import Guard
 
@@ -155,6 +167,55 @@ def quarantine(guard: Guard, *, reason: Reason, error: bytes, summary: str) -> b
         guard.conn, "quarantine_run", reason=reason, error=error, summary=texts.storable(summary), **guard.key
     )
     return row is not None
+
+
+def insert_children(
+    guard: Guard,
+    children: Sequence[NewRun],
+    *,
+    key: str | None,
+    first: int,
+    on_parent_end: str,
+    deliver_seconds: float,
+) -> int:
+    """Insert the children of a step and their hints under the parent's grant; return how many were new.
+
+    Shape: `key` is the step that awaits them, None where none does; `first` is the place of the first of them.
+    """
+    row = sql.one(
+        guard.conn,
+        "insert_children",
+        key=key,
+        first=first,
+        on_parent_end=on_parent_end,
+        deliver=timedelta(seconds=deliver_seconds),
+        ids=[child.id for child in children],
+        tasks=[child.task for child in children],
+        versions=[child.version for child in children],
+        queues=[child.queue for child in children],
+        priorities=[child.priority for child in children],
+        args=[child.args for child in children],
+        codecs=[int(child.codec) for child in children],
+        digests=[child.digest for child in children],
+        envelopes=[child.envelope for child in children],
+        **guard.key,
+    )
+    return int(row[0])
+
+
+def hand_on_parent(conn: Connection, run: int, id: str, nesting: int) -> None:
+    """Make the run that takes a child's place the child, in the transaction that ends the other."""
+    sql.count(conn, "hand_on_parent", run=run, id=id, nesting=nesting)
+
+
+def children(conn: Connection, run: int, key: str) -> list[Child]:
+    """Read the children of a step in the order they were asked for."""
+    return [Child(*sql.typed(row, 2, RunState)) for row in sql.many(conn, "children_of_step", run=run, key=key)]
+
+
+def is_joined(conn: Connection, run: int, key: str) -> bool:
+    """Say whether no child of a step is live."""
+    return bool(sql.one(conn, "is_joined", run=run, key=key)[0])
 
 
 def finish(

@@ -10,7 +10,7 @@ from uuid import UUID
 
 from umt_durable import sql
 from umt_durable.database import Connection
-from umt_durable.records import WaitEntry
+from umt_durable.records import Awaited, WaitEntry
 from umt_durable.states import WaitState
 from umt_durable.store.guard import Guard
 
@@ -75,6 +75,52 @@ def register(
         **guard.key,
     )
     return None if row is None else bool(row[0])
+
+
+def await_answer(
+    guard: Guard, *, key: str, seq: int, name: str, address: str, timeout: timedelta | None, token: UUID
+) -> bool | None:
+    """Record the wait for an answer, once, and say whether a cancel is pending; None when fenced."""
+    row = sql.maybe(
+        guard.conn,
+        "await_answer",
+        key=key,
+        seq=seq,
+        name=name,
+        address=address,
+        timeout=timeout,
+        token=token,
+        **guard.key,
+    )
+    return None if row is None else bool(row[0])
+
+
+def join_address(run: int, step: str) -> str:
+    """Return the address of the facts that children of a step have ended; `finish_run` computes the same text."""
+    return json.dumps(["join", run, step], ensure_ascii=False)
+
+
+def await_children(guard: Guard, *, key: str, seq: int, name: str, address: str) -> bool | None:
+    """Record the wait for the children of a step; say whether a cancel is pending; None when fenced."""
+    row = sql.maybe(guard.conn, "await_children", key=key, seq=seq, name=name, address=address, **guard.key)
+    return None if row is None else bool(row[0])
+
+
+def joining(conn: Connection, address: str) -> tuple[int, str] | None:
+    """Find (run, key) of the pending wait for children at an address."""
+    row = sql.maybe(conn, "joining_wait", address=address)
+    return None if row is None else (row[0], row[1])
+
+
+def awaited(conn: Connection, run_id: str, nesting: int | None, key: str) -> Awaited | None:
+    """Read the wait for an answer of a run of this id; without a nesting, of the one with the highest."""
+    row = sql.maybe(conn, "awaited_answer", id=run_id, nesting=nesting, key=key)
+    return None if row is None else Awaited(*sql.typed(row, 3, WaitState))
+
+
+def unanswered(conn: Connection, run: int) -> list[str]:
+    """List the addresses at which a run still waits for an answer, or did so when it ended."""
+    return [row[0] for row in sql.many(conn, "awaited_tasks", run=run)]
 
 
 def announce(guard: Guard, key: str) -> bool | None:
