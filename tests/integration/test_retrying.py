@@ -257,3 +257,32 @@ def test_n4_a_cancel_by_a_person_is_in_the_audit(engine: Engine, conn: Connectio
 
     [kept] = engine.client.history(new.id).audit
     assert (kept.act, kept.actor, kept.reason, kept.detail) == ("cancel", "ann", "changed her mind", "was ready")
+
+
+def test_a_group_of_waits_keeps_its_outcome_in_the_retry_and_an_open_one_finds_its_facts(engine: Engine) -> None:
+    opens = [False]
+
+    def look() -> None:
+        if not opens[0]:
+            raise ShopClosedError("closed")
+
+    @engine.task("shop.fulfil")
+    def body(ctx: TaskContext) -> object:
+        won = ctx.step.wait_any({"yes": "approved", "no": "refused", "late": timedelta(days=1)})
+        ctx.step.run("look", look)
+        both = ctx.step.wait_all({"paid": "paid", "packed": "packed"})
+        return [won.label, won.payload, both["paid"].payload, both["packed"].payload]
+
+    run_id = engine.start("shop.fulfil")
+    for name in ("approved", "paid", "packed"):
+        engine.client.signal(run_id, name, name)
+    engine.process().deliver(run_id, "shop.fulfil")
+    assert engine.state(run_id) is RunState.FAILED
+    opens[0] = True
+
+    again = engine.client.retry(run_id, actor="ann")
+    engine.client.signal(again, "refused", "too late")
+    outcome = engine.process().deliver(again, "shop.fulfil")
+
+    assert isinstance(outcome, Finished)
+    assert outcome.value == ["yes", "approved", "paid", "packed"]
