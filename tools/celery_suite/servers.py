@@ -69,6 +69,7 @@ def _results(folder: Path) -> Iterator[dict[str, str]]:
     home = folder / f"valkey-{port}"
     home.mkdir(parents=True)
     options = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(home), "--save", ""]
+    options += ["--set-proc-title", "no"]  # a title would hide from the watchdog whose process it is
     program = str(valkey_program(None))
     process = guard.spawn([program, *options], home / "server.log", guard.clean_environment(), cwd=home)
     try:
