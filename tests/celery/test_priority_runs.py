@@ -30,7 +30,7 @@ def worker_env(worker_env: dict[str, str]) -> dict[str, str]:
     return {**worker_env, MAX_PRIORITY: "9"}
 
 
-def test_a_run_of_high_priority_starts_before_a_backlog_of_low_ones(
+def test_g5_a_run_of_high_priority_starts_before_a_backlog_of_low_ones(
     tasks: Tasks,
     start_worker: Callable[..., Worker],
     wait_for_state: Callable[..., None],
@@ -62,7 +62,7 @@ def test_a_run_of_high_priority_starts_before_a_backlog_of_low_ones(
     assert order.index(high) <= AHEAD
 
 
-def test_the_relay_sends_the_most_urgent_first_when_the_broker_comes_back(
+def test_g5_the_relay_sends_the_most_urgent_first_when_the_broker_comes_back(
     tasks: Tasks,
     start_worker: Callable[..., Worker],
     wait_for_state: Callable[..., None],

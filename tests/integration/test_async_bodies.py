@@ -239,7 +239,7 @@ def test_a_body_that_exits_the_process_in_a_task_does_not_end_the_loop(engine: E
     assert [outcome.value for outcome in (first, second) if isinstance(outcome, Finished)] == ["still here"] * 2
 
 
-def test_every_step_can_be_awaited() -> None:
+def test_d6_every_step_can_be_awaited() -> None:
     names = {name for name in dir(Steps) if not name.startswith("_")}
 
     assert {name for name in dir(AsyncSteps) if not name.startswith("_")} == names

@@ -40,7 +40,7 @@ def engine(database: Database, settings: Settings) -> Iterator[Engine]:
     engine.close()
 
 
-def test_i2_an_enqueue_or_signal_that_rolled_back_has_no_effect(
+def test_d12_i2_an_enqueue_or_signal_that_rolled_back_has_no_effect(
     engine: Engine, database: Database, conn: Connection
 ) -> None:
     @engine.task("t")

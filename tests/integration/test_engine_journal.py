@@ -92,7 +92,7 @@ def test_a_flipped_byte_in_a_recorded_result_parks_the_run(
     assert engine.client.get(run_id).reason == "journal_corrupt"
 
 
-def test_input_that_does_not_fit_the_code_parks_the_run(engine: Engine, conn: Connection, schema: str) -> None:
+def test_d1_input_that_does_not_fit_the_code_parks_the_run(engine: Engine, conn: Connection, schema: str) -> None:
     @engine.task("t")
     def body(ctx: TaskContext, amount: int) -> None: ...
 

@@ -145,7 +145,7 @@ def test_i4_of_many_deliveries_at_once_one_is_granted(engine: Engine) -> None:
     assert entered == [1]
 
 
-def test_i11_a_running_run_that_is_cancelled_enters_no_further_step(engine: Engine) -> None:
+def test_d9_i11_a_running_run_that_is_cancelled_enters_no_further_step(engine: Engine) -> None:
     gate = Gate()
     entered: list[str] = []
 

@@ -250,7 +250,7 @@ def test_an_unknown_run_or_an_actor_that_cannot_be_kept_is_refused(engine: Engin
         engine.client.retry(run_id, actor="ann", reason="x" * 1001)
 
 
-def test_n4_a_cancel_by_a_person_is_in_the_audit(engine: Engine, conn: Connection) -> None:
+def test_d7_n4_a_cancel_by_a_person_is_in_the_audit(engine: Engine, conn: Connection) -> None:
     new = kit.enqueue(conn)
 
     engine.client.cancel(new.id, actor="ann", reason="changed her mind")
