@@ -14,7 +14,7 @@ from tests.support.brokers import Broker
 from tests.support.gates import Gates
 from tests.support.workers import Worker
 from umt_durable.database import Connection
-from umt_durable.errors import IdempotencyConflictError
+from umt_durable.errors import IdempotencyConflictError, RunExistsError
 from umt_durable.states import RunState
 
 pytestmark = pytest.mark.processes
@@ -33,7 +33,7 @@ def test_s12_i24_one_key_makes_one_run_for_fifty_threads_and_ever_after(
     conn: Connection,
     schema: str,
 ) -> None:
-    """The policy is the one there is: a key that is used again with the same input gives the run that has it."""
+    """Used again with the same input, a key gives the run that has it, or refuses, as the caller chose."""
     start_worker(pool="threads", concurrency=2)
     gates.close("held")
     at_once = Barrier(THREADS)
@@ -61,6 +61,9 @@ def test_s12_i24_one_key_makes_one_run_for_fifty_threads_and_ever_after(
     assert start() in ids
     with pytest.raises(IdempotencyConflictError):
         start(8)
+    with pytest.raises(RunExistsError) as refused:
+        tasks.one_step.enqueue(7, gate="held", idempotency_key=KEY, idempotency_policy="reject")
+    assert refused.value.run in ids
     assert conn.execute(f"SELECT count(*) FROM {schema}.run".encode()).fetchone() == (1,)
     assert body_log.count() == 1
     assert tasks.one_step.AsyncResult(min(ids)).get(timeout=30) == 7
