@@ -21,6 +21,10 @@ CREATE TABLE IF NOT EXISTS adopt.orders (
     payment text,
     parcel  text,
     state   text NOT NULL DEFAULT 'new' CHECK (state IN ('new', 'paid', 'shipped')));
+CREATE TABLE IF NOT EXISTS adopt.mail (
+    at       timestamptz NOT NULL DEFAULT now(),
+    order_id text NOT NULL,
+    words    text NOT NULL);
 CREATE TABLE IF NOT EXISTS adopt.reminder (at timestamptz NOT NULL DEFAULT now(), unpaid int NOT NULL);
 """
 
@@ -36,9 +40,9 @@ def create() -> None:
         conn.execute(TABLES)
 
 
-def insert_order(conn: Connection, order_id: str) -> None:
-    """Take in an order; a customer who clicks twice still has one."""
-    conn.execute("INSERT INTO adopt.orders (id) VALUES (%s) ON CONFLICT DO NOTHING", [order_id])
+def insert_order(conn: Connection, order_id: str) -> bool:
+    """Take in an order; say whether it is new: a customer who clicks twice still has one."""
+    return conn.execute("INSERT INTO adopt.orders (id) VALUES (%s) ON CONFLICT DO NOTHING", [order_id]).rowcount == 1
 
 
 def mark_paid(conn: Connection, order_id: str, payment: str) -> None:
@@ -49,6 +53,11 @@ def mark_paid(conn: Connection, order_id: str, payment: str) -> None:
 def ship(conn: Connection, order_id: str, parcel: str) -> None:
     """Note that an order has left."""
     conn.execute("UPDATE adopt.orders SET parcel = %s, state = 'shipped' WHERE id = %s", [parcel, order_id])
+
+
+def note_mail(conn: Connection, order_id: str, words: str) -> None:
+    """Note what the customer of an order was told."""
+    conn.execute("INSERT INTO adopt.mail (order_id, words) VALUES (%s, %s)", [order_id, words])
 
 
 def note_reminder(conn: Connection) -> int:

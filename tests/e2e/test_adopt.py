@@ -66,6 +66,10 @@ class Shop:
         [(state,)] = self.rows("SELECT state FROM adopt.orders")
         return str(state)
 
+    def mails(self) -> list[str]:
+        """Return what the customer was told."""
+        return sorted(str(words) for (words,) in self.rows("SELECT words FROM adopt.mail"))
+
     def wait_for(self, state: str) -> None:
         """Return once the order is in a state."""
         until(lambda: self.state() == state, timeout=60, what=f"the order to be {state}")
@@ -115,6 +119,8 @@ def test_after_a_kill_behind_the_bank_charges_the_card_once(shop: Shop, broker: 
 
     assert shop.deals("charge") == 1
     assert shop.rows("SELECT payment FROM adopt.orders") == [("charge-1",)]
+    until(lambda: len(shop.mails()) == 2, timeout=60, what="both mails to be out")
+    assert shop.mails() == ["box of A-17 with label-2 is on its way", "thank you"]
 
 
 def test_before_a_kill_behind_the_carrier_loses_the_order(shop: Shop, broker: Broker) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 from celery import Celery, chain, chord
 from celery.canvas import Signature
@@ -48,8 +49,17 @@ def buy_label(order_id: str) -> str:
 @app.task(name="shop.ship", base=DurableTask)
 def ship(parts: list[str], order_id: str) -> str:
     parcel = " with ".join(parts)
-    current_context().step.transaction("note it", store.ship, order_id, parcel)
+    step = current_context().step
+    step.transaction("note it", store.ship, order_id, parcel)
+    words = f"{parcel} is on its way"
+    step.task("tell the customer", mail.s(order_id, words), timeout=timedelta(hours=1), idempotent=True)
     return parcel
+
+
+@app.task(name="shop.mail")
+def mail(order_id: str, words: str) -> None:
+    with store.connect() as conn:
+        store.note_mail(conn, order_id, words)
 
 
 @app.task(name="shop.remind", base=DurableTask)
@@ -67,5 +77,6 @@ def fulfil(order_id: str) -> Signature:
 def place_order(order_id: str) -> str:
     """Take in an order and have it fulfilled; return the id of the shipping task."""
     with store.connect() as conn:
-        store.insert_order(conn, order_id)
+        if store.insert_order(conn, order_id):
+            durable.outbox.send(mail.s(order_id, "thank you"), conn=conn)
         return str(fulfil(order_id).apply_async(conn=conn, idempotency_key=f"order:{order_id}").id)

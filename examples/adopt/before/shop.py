@@ -46,7 +46,14 @@ def ship(parts: list[str], order_id: str) -> str:
     parcel = " with ".join(parts)
     with store.connect() as conn:
         store.ship(conn, order_id, parcel)
+    mail.delay(order_id, f"{parcel} is on its way")
     return parcel
+
+
+@app.task(name="shop.mail")
+def mail(order_id: str, words: str) -> None:
+    with store.connect() as conn:
+        store.note_mail(conn, order_id, words)
 
 
 @app.task(name="shop.remind")
@@ -64,5 +71,7 @@ def fulfil(order_id: str) -> Signature:
 def place_order(order_id: str) -> str:
     """Take in an order and have it fulfilled; return the id of the shipping task."""
     with store.connect() as conn:
-        store.insert_order(conn, order_id)
+        is_new = store.insert_order(conn, order_id)
+    if is_new:
+        mail.delay(order_id, "thank you")
     return str(fulfil(order_id).apply_async().id)
