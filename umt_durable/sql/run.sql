@@ -369,7 +369,8 @@ SELECT no, id, nesting, state, envelope FROM {schema}.run WHERE id = %(run)s::te
 -- name: insert_retry :maybe
 -- Insert the run that takes up a failed or cancelled one, which stays as it is: with what it had done, what it was said
 -- and what of that its waits took, and a hint. Its fence begins at 1, so that its first grant reads the journal. No row:
--- it is there already. Of the facts under a key it sees what the first one would have seen.
+-- it is there already. Of the facts under a key it sees what the first one would have seen. Waits for children or for an
+-- awaited task stay behind: done, their steps have the outcome; else they begin anew, with children and a task of their own.
 -- Locks: none that another transaction waits for but one with the same retry. Index: run_id_nesting, step_pkey, wait_pkey, fact_address.
 WITH o AS MATERIALIZED (
     SELECT * FROM {schema}.run WHERE no = %(run)s::bigint AND state IN ('failed', 'cancelled')),
@@ -390,7 +391,7 @@ w AS (
     SELECT n.no, w.key, w.seq, w.name, CASE WHEN starts_with(w.address, p.old) THEN p.new || substr(w.address, length(p.old) + 1) ELSE w.address END,
            w.mode, w.deadline, w.state, w.fact, w.payload, w.created_at, w.settled_at, w.part_of, w.need, w.announced
       FROM n, p, {schema}.wait AS w
-     WHERE w.run = n.retry_of AND w.state <> 'pending'
+     WHERE w.run = n.retry_of AND w.state <> 'pending' AND w.mode NOT IN ('join', 'task')
        AND (CASE WHEN w.part_of IS NULL THEN w.state
                  ELSE (SELECT g.state FROM {schema}.wait AS g WHERE g.run = w.run AND g.key = w.part_of) END) = 'satisfied'),
 f AS (

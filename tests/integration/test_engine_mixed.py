@@ -1,0 +1,103 @@
+"""Where kinds of steps meet in one run: branches, effects, awaited tasks and child runs, also in its retry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.integration.test_engine_awaiting import Outside
+from tests.integration.test_engine_children import Offspring
+from tests.support.engine import Engine, RecordingReporter
+from umt_durable.database import Database
+from umt_durable.engine.answers import Answer, bring
+from umt_durable.engine.context import TaskContext
+from umt_durable.engine.failures import capture
+from umt_durable.engine.outcomes import Finished, Outcome, Parked
+from umt_durable.settings import Settings
+from umt_durable.states import RunState
+
+
+class Place:
+    """An engine whose runs reach ordinary tasks and children of their own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.outside = engine, Outside()
+
+    def deliver(self, run_id: str) -> Outcome:
+        """Deliver a hint of a run."""
+        reporter = RecordingReporter(ordinary=self.outside, durable_tasks=Offspring(self.engine))
+        return self.engine.process().deliver(run_id, self.engine.client.get(run_id).task, reporter=reporter)
+
+    def children(self, task: str) -> list[str]:
+        """Return the ids of the runs of a task, the newest first."""
+        return [run.id for run in self.engine.client.list(task=task)]
+
+    def answer(self, answer: Answer) -> bool:
+        """Bring an answer to the step that sent last."""
+        _, place, token = self.outside.sent[-1]
+        return bring(self.engine.database, self.engine.settings, place, token=token.hex, answer=answer, by="receiver")
+
+
+@pytest.fixture
+def place(database: Database, settings: Settings) -> Iterator[Place]:
+    engine = Engine(database, settings)
+    yield Place(engine)
+    engine.close()
+
+
+def value(outcome: object) -> Any:
+    assert isinstance(outcome, Finished), outcome
+    assert outcome.error is None, outcome
+    return outcome.value
+
+
+def test_i12_a_retry_calls_a_child_that_failed_again_and_awaits_it(place: Place) -> None:
+    opens = [False]
+
+    @place.engine.task("child", raises=(LookupError,))
+    def child(ctx: TaskContext) -> int:
+        if not opens[0]:
+            raise LookupError("closed")
+        return 40
+
+    @place.engine.task("parent", raises=(LookupError,))
+    def parent(ctx: TaskContext) -> Any:
+        return ctx.step.call("one", "child")
+
+    run_id = place.engine.start("parent")
+    place.deliver(run_id)
+    place.deliver(place.children("child")[0])
+    place.engine.route()
+    place.deliver(run_id)
+    assert place.engine.state(run_id) is RunState.FAILED
+    opens[0] = True
+
+    again = place.engine.client.retry(run_id, actor="ann")
+    assert isinstance(place.deliver(again), Parked)
+    newest, *_ = place.children("child")
+    place.deliver(newest)
+    place.engine.route()
+
+    assert value(place.deliver(again)) == 40
+    assert len(place.children("child")) == 2
+
+
+def test_i12_a_retry_sends_an_awaited_task_that_failed_again_and_waits_for_its_answer(place: Place) -> None:
+    @place.engine.task("awaits")
+    def awaits(ctx: TaskContext) -> Any:
+        return ctx.step.task("label", "print")
+
+    run_id = place.engine.start("awaits")
+    place.deliver(run_id)
+    place.answer(Answer(failure=capture(LookupError("no paper"))))
+    place.deliver(run_id)
+    assert place.engine.state(run_id) is RunState.FAILED
+
+    again = place.engine.client.retry(run_id, actor="ann")
+    assert isinstance(place.deliver(again), Parked)
+    assert place.answer(Answer("printed"))
+
+    assert value(place.deliver(again)) == "printed"
+    assert len(place.outside.sent) == 2
