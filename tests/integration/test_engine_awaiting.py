@@ -17,7 +17,7 @@ from umt_durable.database import Connection, Database
 from umt_durable.engine.answers import Answer, Place, bring
 from umt_durable.engine.context import TaskContext
 from umt_durable.engine.failures import capture
-from umt_durable.engine.outcomes import Finished, Outcome, Parked
+from umt_durable.engine.outcomes import Dropped, Finished, Outcome, Parked
 from umt_durable.engine.reporting import Described, Message
 from umt_durable.errors import DefinitionError
 from umt_durable.settings import Settings
@@ -270,6 +270,8 @@ def test_an_answer_while_the_run_is_left_to_a_person_is_not_missed(play: Play, c
     play.options = {"timeout": TIMEOUT, "reconcile": lambda info: play.bring(Answer("just now")) and Unknown()}
     play.deliver()
     play.pass_time(clock, seconds=241)
+    assert isinstance(play.deliver(), Dropped)
+    assert play.engine.state(play.run) is RunState.READY
     outcome = play.deliver()
     assert isinstance(outcome, Finished)
     assert outcome.value == "just now"

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_engine_awaiting import Outside
+from tests.integration.test_engine_awaiting import TIMEOUT, Outside
 from tests.integration.test_engine_children import Offspring
-from tests.support.engine import Engine, RecordingReporter
+from tests.support.clock import Clock
+from tests.support.engine import Engine, Gate, RecordingReporter, enter, in_thread
 from umt_durable.database import Database
 from umt_durable.engine.answers import Answer, bring
 from umt_durable.engine.context import TaskContext
@@ -101,3 +102,40 @@ def test_i12_a_retry_sends_an_awaited_task_that_failed_again_and_waits_for_its_a
 
     assert value(place.deliver(again)) == "printed"
     assert len(place.outside.sent) == 2
+
+
+def test_an_uncertain_step_of_a_branch_parks_the_run_for_a_person_once_the_other_branches_are_left(
+    place: Place, clock: Clock
+) -> None:
+    gate = Gate()
+    entered: list[Any] = []
+
+    @place.engine.task("mixed")
+    def mixed(ctx: TaskContext) -> Any:
+        def prints() -> Any:
+            return ctx.step.task("label", "print", timeout=TIMEOUT)
+
+        def works() -> Any:
+            ctx.step.sleep("wait", TIMEOUT)
+            ctx.step.run("slow", lambda: gate.pass_through(1))
+            return ctx.step.run("after", lambda: enter(entered, "after", 2))
+
+        return ctx.step.parallel({"prints": prints, "works": works})
+
+    run_id = place.engine.start("mixed")
+    assert isinstance(place.deliver(run_id), Parked)
+    clock.advance(seconds=241)
+    place.engine.timers()
+
+    with in_thread(lambda: place.deliver(run_id)) as outcome:
+        gate.wait_reached()
+        gate.open()
+    assert isinstance(outcome[0], Parked), outcome
+    found = place.engine.client.get(run_id)
+    assert (found.state, found.reason) == (RunState.QUARANTINED, "uncertain_op")
+    history = {step.key: step.state for step in place.engine.client.history(run_id).steps}
+    assert history["parallel[works]/slow"] == "done"
+
+    place.engine.client.resolve_step(run_id, "parallel[prints]/label", result="late", actor="ann")
+    assert value(place.deliver(run_id)) == {"prints": "late", "works": 2}
+    assert entered == ["after"]

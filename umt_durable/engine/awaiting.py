@@ -23,7 +23,7 @@ from umt_durable.engine.reporting import Described, Message
 from umt_durable.errors import DefinitionError, StepTimeoutError, UncertainStepError
 from umt_durable.failpoints import point
 from umt_durable.records import StepEntry, WaitEntry
-from umt_durable.states import Reason, RunState, StepKind, StepState, WaitState
+from umt_durable.states import RunState, StepKind, StepState, WaitState
 from umt_durable.store import journal, outbox, waits
 from umt_durable.store.guard import Guard
 
@@ -185,8 +185,7 @@ class _Awaiting:
             answer = self._late()
         if answer is None:
             error = UncertainStepError(self._call.name, self._task, str(self._place.task_id))
-            self._pass.park_for_person(Reason.UNCERTAIN_OP, error, waits=[self._place.wait])
-            return
+            self._pass.ask_a_person(error, waits=[self._place.wait])
         payload = answer.to_bytes(f"step {self._call.name!r}")
         settle = self._pass.attempt.write(
             lambda guard: waits.settle_by_check(guard, self._place.wait, payload=payload), cancel=bool

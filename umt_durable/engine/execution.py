@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from umt_durable.engine import failures
 from umt_durable.engine.async_context import AsyncSteps, AsyncTaskContext
 from umt_durable.engine.attempt import Attempt
 from umt_durable.engine.context import RunContext, TaskContext, _current
-from umt_durable.engine.exits import Canceled, Exit, Released, Replaced, Suspended
+from umt_durable.engine.exits import Canceled, Exit, Released, Replaced, Suspended, Undecided
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.loops import drive
 from umt_durable.engine.outcomes import Delivery, Dropped, Finished, Outcome, Parked, Superseded
@@ -28,6 +28,7 @@ from umt_durable.engine.retry import RetryAfter, RetryPolicy
 from umt_durable.engine.steps import Steps
 from umt_durable.errors import (
     DecodingError,
+    DurableError,
     EncodingError,
     InputError,
     JournalCorruptError,
@@ -156,7 +157,10 @@ class Execution:
         if the_pass.exit is not None:
             return self._left(the_pass.exit)
         if isinstance(the_pass.fatal, UncertainOpError):
-            return self._ask_a_person(the_pass.fatal)
+            op = OpName(self._settings.op_namespace, the_pass.fatal.op_key)
+            return self._ask_a_person(
+                the_pass.fatal, lambda guard: ledger.wait_for_person(guard.conn, op, guard.token.run)
+            )
         if the_pass.fatal is not None:
             corrupt = isinstance(the_pass.fatal, JournalCorruptError)
             return self._quarantine(Reason.JOURNAL_CORRUPT if corrupt else Reason.NONDETERMINISM, the_pass.fatal)
@@ -179,6 +183,11 @@ class Execution:
             return self._finish(RunState.CANCELLED)
         if isinstance(how, Replaced):
             return self._supersede(how)
+        if isinstance(how, Undecided):
+            keys = how.waits
+            return self._ask_a_person(
+                how.error, lambda guard: not waits.count_settled(guard.conn, guard.token.run, keys)
+            )
         raise how
 
     def _supersede(self, how: Replaced) -> Outcome:
@@ -291,18 +300,19 @@ class Execution:
         )
         return Parked(RunState.QUARANTINED, reason)
 
-    def _ask_a_person(self, error: UncertainOpError) -> Outcome:
-        """Park the run until a person has said whether an effect was applied, unless somebody just has.
+    def _ask_a_person(self, error: DurableError, is_open: Callable[[Guard], bool]) -> Outcome:
+        """Park the run until a person has said how an effect or a step ended, unless that is known by now.
 
-        The op's row is locked after the run's: a decision comes before, and is seen, or after, and finds the run.
+        Whether it is open is asked under the run's lock: a decision comes before, and is seen, or after, and finds the
+        run parked.
         """
-        kept, op = failures.capture(error), OpName(self._settings.op_namespace, error.op_key)
+        kept = failures.capture(error)
 
         def park(guard: Guard) -> str | None:
             with guard.conn.transaction():
                 if runs.lock_grant(guard) is not False:
                     return None
-                if not ledger.wait_for_person(guard.conn, op, guard.token.run):
+                if not is_open(guard):
                     return "decided"
                 runs.quarantine(guard, reason=Reason.UNCERTAIN_OP, error=kept.to_bytes(), summary=kept.summary)
             return "parked"
@@ -311,7 +321,7 @@ class Execution:
             self._attempt.prove()
             self._reporter.suspending(RunState.QUARANTINED, Reason.UNCERTAIN_OP)
             if self._attempt.end(park, ended_as=(AttemptOutcome.FAILED,)) == "decided":
-                return self._hand_over("somebody has decided about the op; the run goes on")
+                return self._hand_over("what was uncertain is decided; the run goes on")
         except Canceled:
             return self._finish(RunState.CANCELLED)
         telemetry.count(telemetry.Counter.QUARANTINED_RUN)

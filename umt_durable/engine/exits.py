@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from umt_durable.errors import DurableError
 from umt_durable.records import NewRun
 from umt_durable.states import RunState
 
@@ -19,6 +22,15 @@ class Suspended(Exit):
         self.state = state
         self.until = until
         super().__init__(f"{state} {until}")
+
+
+class Undecided(Exit):
+    """Only a person, or an answer that still comes, can say how a step ended; no branch goes on meanwhile."""
+
+    def __init__(self, error: DurableError, waits: Sequence[str]) -> None:
+        self.error = error
+        self.waits = waits
+        super().__init__(str(error))
 
 
 class Canceled(Exit):

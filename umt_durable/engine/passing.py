@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from datetime import datetime, timedelta
@@ -14,10 +13,9 @@ from typing import Any, NoReturn
 from umt_durable import telemetry, tracing
 from umt_durable.codec import Encoded
 from umt_durable.database import Database
-from umt_durable.engine import failures
 from umt_durable.engine.attempt import Attempt, exit_for
 from umt_durable.engine.branch import Blocked, Branch
-from umt_durable.engine.exits import Abandoned, Canceled, Exit, Released, Replaced, Suspended
+from umt_durable.engine.exits import Abandoned, Canceled, Exit, Released, Replaced, Suspended, Undecided
 from umt_durable.engine.failures import ExceptionRegistry
 from umt_durable.engine.replay import Journal, KeyMaker, branches_of
 from umt_durable.engine.reporting import Reporter
@@ -26,12 +24,10 @@ from umt_durable.errors import DurableError
 from umt_durable.failpoints import point
 from umt_durable.records import StepEntry, WaitEntry
 from umt_durable.session import Binding
-from umt_durable.states import AttemptOutcome, Reason, RunState
+from umt_durable.states import AttemptOutcome, RunState
 from umt_durable.store import journal, runs, waits
 from umt_durable.store import settings as store_settings
 from umt_durable.store.guard import Guard
-
-logger = logging.getLogger(__name__)
 
 LONGEST = timedelta(days=36_500)
 """The longest sleep, time-out or back-off: what the database's calendar can add to any date of ours."""
@@ -182,7 +178,7 @@ class Pass:
             branch.exit = how
         elif self._exit is None:
             self._exit = how
-            if not isinstance(how, Replaced):
+            if not isinstance(how, (Replaced, Undecided)):
                 paused = isinstance(how, Released) and self.attempt.is_paused
                 self.attempt.abort("pause" if paused else _reason(how))
         raise how
@@ -246,49 +242,27 @@ class Pass:
         recorded = [entry.key for entry in steps] + [entry.key for entry in found]
         self._expect(key for key in recorded if not inner.isdisjoint(branches_of(key)))
 
-    def park_for_person(self, reason: Reason, error: DurableError, *, waits: Sequence[str]) -> None:
-        """Quarantine the run until a wait is settled, by a person or a late answer; return if one is."""
-        kept = failures.capture(error)
-        self.attempt.prove()
-        self.reporter.suspending(RunState.QUARANTINED, reason)
-
-        def park(guard: Guard) -> str | None:
-            return self._lock_and_park(
-                guard,
-                waits,
-                lambda: runs.quarantine(guard, reason=reason, error=kept.to_bytes(), summary=kept.summary),
-            )
-
-        if self._parked(park, ended_as=AttemptOutcome.FAILED):
-            telemetry.count(telemetry.Counter.QUARANTINED_RUN)
-            logger.error("a run is quarantined: %s", kept.summary, extra={"run": self.run_id})
-            self.leave(Suspended(RunState.QUARANTINED, reason))
+    def ask_a_person(self, error: DurableError, *, waits: Sequence[str]) -> NoReturn:
+        """Leave the body, and all branches, so that the run is quarantined until one of the waits is settled."""
+        self.leave(Undecided(error, waits))
 
     def _park(self, state: RunState, steps: Sequence[str], keys: Sequence[str], poll: timedelta | None) -> bool:
         """Park under the run's lock, unless a wait was settled since this pass read it (RG-9)."""
 
         def park(guard: Guard) -> str | None:
-            return self._lock_and_park(
-                guard, keys, lambda: runs.suspend(guard, state=state, steps=steps, waits=keys, poll=poll)
-            )
-
-        return self._parked(park, ended_as=AttemptOutcome.SUSPENDED)
-
-    def _lock_and_park(self, guard: Guard, keys: Sequence[str], write: Callable[[], object]) -> str | None:
-        with guard.conn.transaction():
-            cancel = runs.lock_grant(guard)
-            point("wait.run_lock.a")
-            if cancel is None:
-                return None
-            if cancel:
-                return "cancel"
-            if waits.count_settled(guard.conn, guard.token.run, keys):
-                return "settled"
-            write()
+            with guard.conn.transaction():
+                cancel = runs.lock_grant(guard)
+                point("wait.run_lock.a")
+                if cancel is None:
+                    return None
+                if cancel:
+                    return "cancel"
+                if waits.count_settled(guard.conn, guard.token.run, keys):
+                    return "settled"
+                runs.suspend(guard, state=state, steps=steps, waits=keys, poll=poll)
             return "parked"
 
-    def _parked(self, park: Callable[[Guard], str | None], *, ended_as: AttemptOutcome) -> bool:
-        reply = self.attempt.end(park, ended_as=(ended_as,))
+        reply = self.attempt.end(park, ended_as=(AttemptOutcome.SUSPENDED,))
         if reply == "cancel":
             self.leave(Canceled("cancelled"))
         return reply != "settled"
