@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,3 +140,29 @@ def test_an_uncertain_step_of_a_branch_parks_the_run_for_a_person_once_the_other
     place.engine.client.resolve_step(run_id, "parallel[prints]/label", result="late", actor="ann")
     assert value(place.deliver(run_id)) == {"prints": "late", "works": 2}
     assert entered == ["after"]
+
+
+def test_a_child_of_a_branch_does_not_keep_the_log_silent_once_the_branch_is_replayed(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    @place.engine.task("child")
+    def child(ctx: TaskContext) -> int:
+        return 1
+
+    @place.engine.task("parent")
+    def parent(ctx: TaskContext) -> Any:
+        found = ctx.step.parallel({"left": lambda: ctx.step.call("one", "child")})
+        ctx.step.wait_for_fact("go")
+        ctx.logger.info("goes on")
+        return found
+
+    run_id = place.engine.start("parent")
+    place.deliver(run_id)
+    place.deliver(place.children("child")[0])
+    place.engine.route()
+    place.deliver(run_id)
+    place.engine.client.signal(run_id, "go")
+    assert value(place.deliver(run_id)) == {"left": 1}
+    assert [record.message for record in caplog.records].count("goes on") == 1

@@ -81,7 +81,9 @@ class Pass:
         self.waits = {entry.key: entry for entry in wait_entries}
         self._body = Branch()
         self._unseen: defaultdict[str, set[str]] = defaultdict(set)
-        self._expect([entry.key for entry in entries] + list(self.waits))
+        # The wait of a step that awaits others is no entry of its own: it is behind with the step.
+        self._expect([entry.key for entry in entries])
+        self._expect(entry.key for entry in wait_entries if entry.mode not in ("join", "task"))
         seqs = [entry.seq for entry in entries] + [entry.seq for entry in wait_entries]
         self._seqs = itertools.count(max(seqs, default=0) + 1)
         self._exit: Exit | None = None
