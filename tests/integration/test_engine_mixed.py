@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from tests.integration.test_engine_awaiting import TIMEOUT, Outside
-from tests.integration.test_engine_children import Offspring
+from tests.integration.test_engine_children import Call, Offspring
 from tests.support.clock import Clock
 from tests.support.engine import Engine, Gate, RecordingReporter, enter, in_thread
+from umt_durable import ChildrenFailedError
 from umt_durable.database import Database
 from umt_durable.engine.answers import Answer, bring
-from umt_durable.engine.context import TaskContext
+from umt_durable.engine.context import TaskContext, current_context
+from umt_durable.engine.exits import Replaced
 from umt_durable.engine.failures import capture
 from umt_durable.engine.outcomes import Finished, Outcome, Parked
 from umt_durable.settings import Settings
@@ -166,3 +168,23 @@ def test_a_child_of_a_branch_does_not_keep_the_log_silent_once_the_branch_is_rep
     place.engine.client.signal(run_id, "go")
     assert value(place.deliver(run_id)) == {"left": 1}
     assert [record.message for record in caplog.records].count("goes on") == 1
+
+
+@pytest.mark.parametrize("verb", ["call", "gather"])
+def test_a_child_whose_place_is_taken_by_what_is_no_run_has_no_result(place: Place, verb: str) -> None:
+    @place.engine.task("child")
+    def child(ctx: TaskContext) -> int:
+        current_context()._pass.leave(Replaced(message=b"{}"))
+
+    @place.engine.task("parent")
+    def parent(ctx: TaskContext) -> Any:
+        return ctx.step.call("one", "child") if verb == "call" else ctx.step.gather("one", [Call("child")])
+
+    run_id = place.engine.start("parent")
+    place.deliver(run_id)
+    place.deliver(place.children("child")[0])
+    place.engine.route()
+    outcome = place.deliver(run_id)
+    assert isinstance(outcome, Finished)
+    assert isinstance(outcome.error, ChildrenFailedError)
+    assert "without a result" in str(outcome.error)

@@ -48,9 +48,8 @@ def call(
         return [tasks.plan(task, args, kwargs, _child_id(the_pass, entry.key, 0), name)]
 
     (child,) = recorder.guarded(lambda: _joined(the_pass, entry, recorded, plan, name))
-    if child.state is RunState.SUCCEEDED:
-        assert child.result is not None
-        return recorder.record(entry, name, codec.decode(child.result, annotation, child.codec), annotation)
+    if _has_result(child):
+        return recorder.record(entry, name, codec.decode(child.result or b"null", annotation, child.codec), annotation)
     if child.state is RunState.FAILED and child.error is not None:
         recorder.record_known_failure(entry, failures.from_bytes(child.error).of_step(name))
     return recorder.record_failure(entry, name, ChildrenFailedError(f"step {name!r}: {_told(child)}"))
@@ -71,7 +70,7 @@ def gather(the_pass: Pass, recorder: Recorder, name: str, calls: Sequence[Any]) 
         return [tasks.plan(one, (), {}, _child_id(the_pass, entry.key, n), name) for n, one in enumerate(calls)]
 
     children = recorder.guarded(lambda: _joined(the_pass, entry, recorded, plan, name))
-    failed = [child for child in children if child.state is not RunState.SUCCEEDED]
+    failed = [child for child in children if not _has_result(child)]
     if failed:
         more = f"; and {len(failed) - MOST_NAMED} more" if len(failed) > MOST_NAMED else ""
         told = "; ".join(_told(child) for child in failed[:MOST_NAMED]) + more
@@ -181,8 +180,15 @@ def _of_type(value: Any, annotation: Any) -> Any:
     return codec.decode(codec.encode(value, codec.EMPTY, where="the result of a child").data, annotation)
 
 
+def _has_result(child: Child) -> bool:
+    """Say whether a child ended with a result: one whose place was taken by what is no run has none."""
+    return child.state is RunState.SUCCEEDED and child.result is not None
+
+
 def _told(child: Child) -> str:
     """Say of a child that did not succeed what became of it."""
     if child.state is RunState.FAILED and child.error is not None:
         return f"{child.task} ({child.id}) failed: {failures.from_bytes(child.error).summary}"
+    if child.state is RunState.SUCCEEDED:
+        return f"{child.task} ({child.id}) ended without a result: it was ignored, or what took its place is no run"
     return f"{child.task} ({child.id}) was cancelled: {child.reason or 'no reason given'}"
