@@ -12,7 +12,7 @@ from tests.integration.test_engine_awaiting import TIMEOUT, Outside
 from tests.integration.test_engine_children import Call, Offspring
 from tests.support.clock import Clock
 from tests.support.engine import Engine, Gate, RecordingReporter, enter, in_thread
-from umt_durable import ChildrenFailedError
+from umt_durable import ChildrenFailedError, OpInfo
 from umt_durable.database import Database
 from umt_durable.engine.answers import Answer, bring
 from umt_durable.engine.context import TaskContext, current_context
@@ -188,3 +188,22 @@ def test_a_child_whose_place_is_taken_by_what_is_no_run_has_no_result(place: Pla
     assert isinstance(outcome, Finished)
     assert isinstance(outcome.error, ChildrenFailedError)
     assert "without a result" in str(outcome.error)
+
+
+def test_the_idempotency_key_of_an_effect_is_the_same_in_a_branch(place: Place) -> None:
+    seen: list[tuple[str, str]] = []
+
+    @place.engine.task("ships")
+    def ships(ctx: TaskContext) -> Any:
+        def do(info: OpInfo) -> int:
+            return enter(seen, (ctx.idempotency_key, info.idempotency_key), 1)
+
+        def nested() -> Any:
+            return ctx.step.parallel({"in]/": lambda: ctx.step.effect("ship[2]/]", do)})
+
+        return ctx.step.parallel({"one": lambda: ctx.step.effect("ship:1", do), "two": nested})
+
+    _, outcome = place.engine.run("ships")
+    assert value(outcome) == {"one": 1, "two": {"in]/": 1}}
+    assert len(set(seen)) == 2
+    assert all(mine == theirs for mine, theirs in seen)

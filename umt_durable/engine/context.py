@@ -126,7 +126,8 @@ class RunContext:
         if running is None:
             raise DurableError("ctx.idempotency_key belongs to the step being executed; there is none here")
         if running.kind is StepKind.EFFECT:
-            return op_idempotency_key(self._pass.op_namespace, StepKey.parse(running.key).name)
+            own = running.key.removeprefix(self._pass.branch.prefix)
+            return op_idempotency_key(self._pass.op_namespace, StepKey.parse(own).name)
         return str(uuid.uuid5(NAMESPACE, f"{self._pass.run_id}/{self._pass.nesting}/{running.key}"))
 
     @property
