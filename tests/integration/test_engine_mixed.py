@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -18,9 +19,12 @@ from umt_durable.engine.answers import Answer, bring
 from umt_durable.engine.context import TaskContext, current_context
 from umt_durable.engine.exits import Replaced
 from umt_durable.engine.failures import capture
+from umt_durable.engine.ops import Ops
 from umt_durable.engine.outcomes import Finished, Outcome, Parked
+from umt_durable.engine.passing import Pass
+from umt_durable.errors import DurableError
 from umt_durable.settings import Settings
-from umt_durable.states import RunState
+from umt_durable.states import OpState, RunState
 
 
 class Place:
@@ -207,3 +211,31 @@ def test_the_idempotency_key_of_an_effect_is_the_same_in_a_branch(place: Place) 
     assert value(outcome) == {"one": 1, "two": {"in]/": 1}}
     assert len(set(seen)) == 2
     assert all(mine == theirs for mine, theirs in seen)
+
+
+def test_effects_that_become_uncertain_at_the_same_time_are_left_to_a_person_each(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+    condemn = Pass.condemn
+
+    def condemn_together(the_pass: Pass, error: DurableError) -> NoReturn:
+        try:
+            condemn(the_pass, error)
+        finally:
+            both.wait(20)
+
+    monkeypatch.setattr(Pass, "condemn", condemn_together)
+
+    @place.engine.task("ships")
+    def ships(ctx: TaskContext) -> Any:
+        def do(info: OpInfo) -> int:
+            raise OSError("no answer")
+
+        return ctx.step.parallel({name: (ctx.step.effect, name, do) for name in ("one", "two")})
+
+    run_id, outcome = place.engine.run("ships")
+    assert isinstance(outcome, Parked), outcome
+    assert place.engine.state(run_id) is RunState.QUARANTINED
+    assert {step.state for step in place.engine.client.history(run_id).steps} == {"started"}
+    assert {op.state for op in Ops(place.engine.database, place.engine.settings).list()} == {OpState.UNCERTAIN}

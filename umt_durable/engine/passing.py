@@ -87,7 +87,7 @@ class Pass:
         seqs = [entry.seq for entry in entries] + [entry.seq for entry in wait_entries]
         self._seqs = itertools.count(max(seqs, default=0) + 1)
         self._exit: Exit | None = None
-        self._fatal: DurableError | None = None
+        self._condemned: list[DurableError] = []
         self.next_input: Encoded | None = None
         """The arguments of the next attempt, where the body asked to be tried again with others."""
 
@@ -114,12 +114,12 @@ class Pass:
     @property
     def fatal(self) -> DurableError | None:
         """The error that makes this pass worthless, even if the body swallowed it."""
-        return self._fatal
+        return self._condemned[0] if self._condemned else None
 
     @property
     def is_left(self) -> bool:
         """Whether no branch may go on any more."""
-        return self._exit is not None or self._fatal is not None
+        return self._exit is not None or bool(self._condemned)
 
     @property
     def is_replaying(self) -> bool:
@@ -168,8 +168,8 @@ class Pass:
             raise parked
         if self._exit is not None:
             raise self._exit
-        if self._fatal is not None:
-            raise self._fatal
+        if self.fatal is not None:
+            raise self.fatal
 
     def leave(self, how: Exit) -> NoReturn:
         """Leave the body, for good. A branch that parks leaves alone; any other exit is that of all branches."""
@@ -187,8 +187,12 @@ class Pass:
 
     def condemn(self, error: DurableError) -> NoReturn:
         """Raise an error that no `except` of the body can make good."""
-        self._fatal = error
+        self._condemned.append(error)
         raise error
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """Say whether this pass was condemned by an error; branches may be so at the same time, each by its own."""
+        return any(error is one for one in self._condemned)
 
     def database_now(self) -> datetime:
         """Return the time of the clock that decides."""

@@ -139,7 +139,7 @@ class Recorder:
                 return self.replay(self._reread(entry.key), body.annotation)
             except Exception as error:
                 the_pass.attempt.leave()
-                if error is the_pass.fatal:
+                if the_pass.is_fatal(error):
                     raise
                 entry = self._failed(entry, body, error, elapsed=earlier + boottime() - began)
                 continue
