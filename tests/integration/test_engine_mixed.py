@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import pytest
@@ -13,9 +14,11 @@ from tests.integration.test_engine_awaiting import TIMEOUT, Outside
 from tests.integration.test_engine_children import Call, Offspring
 from tests.support.clock import Clock
 from tests.support.engine import Engine, Gate, RecordingReporter, enter, in_thread
-from umt_durable import ChildrenFailedError, OpInfo
-from umt_durable.database import Database
+from tests.support.wait import until
+from umt_durable import ChildrenFailedError, OpInfo, TaskInfo, Unknown
+from umt_durable.database import Connection, Database
 from umt_durable.engine.answers import Answer, bring
+from umt_durable.engine.async_context import AsyncTaskContext
 from umt_durable.engine.context import TaskContext, current_context
 from umt_durable.engine.exits import Replaced
 from umt_durable.engine.failures import capture
@@ -53,6 +56,16 @@ def place(database: Database, settings: Settings) -> Iterator[Place]:
     engine = Engine(database, settings)
     yield Place(engine)
     engine.close()
+
+
+def nobody_knows(gate: Gate) -> Callable[[TaskInfo], Unknown]:
+    """Return what cannot find out how a task ended, and says so once another branch has come to the gate."""
+
+    def reconcile(info: TaskInfo) -> Unknown:
+        gate.wait_reached()
+        return Unknown()
+
+    return reconcile
 
 
 def value(outcome: object) -> Any:
@@ -120,7 +133,7 @@ def test_an_uncertain_step_of_a_branch_parks_the_run_for_a_person_once_the_other
     @place.engine.task("mixed")
     def mixed(ctx: TaskContext) -> Any:
         def prints() -> Any:
-            return ctx.step.task("label", "print", timeout=TIMEOUT)
+            return ctx.step.task("label", "print", timeout=TIMEOUT, reconcile=nobody_knows(gate))
 
         def works() -> Any:
             ctx.step.sleep("wait", TIMEOUT)
@@ -216,7 +229,7 @@ def test_the_idempotency_key_of_an_effect_is_the_same_in_a_branch(place: Place) 
 def test_effects_that_become_uncertain_at_the_same_time_are_left_to_a_person_each(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = threading.Barrier(2)
+    called, both = threading.Barrier(2), threading.Barrier(2)
     condemn = Pass.condemn
 
     def condemn_together(the_pass: Pass, error: DurableError) -> NoReturn:
@@ -230,6 +243,7 @@ def test_effects_that_become_uncertain_at_the_same_time_are_left_to_a_person_eac
     @place.engine.task("ships")
     def ships(ctx: TaskContext) -> Any:
         def do(info: OpInfo) -> int:
+            called.wait(20)
             raise OSError("no answer")
 
         return ctx.step.parallel({name: (ctx.step.effect, name, do) for name in ("one", "two")})
@@ -239,3 +253,134 @@ def test_effects_that_become_uncertain_at_the_same_time_are_left_to_a_person_eac
     assert place.engine.state(run_id) is RunState.QUARANTINED
     assert {step.state for step in place.engine.client.history(run_id).steps} == {"started"}
     assert {op.state for op in Ops(place.engine.database, place.engine.settings).list()} == {OpState.UNCERTAIN}
+
+
+def test_an_uncertain_step_deep_in_branches_is_found_again_by_each_of_them(place: Place, clock: Clock) -> None:
+    @place.engine.task("deep")
+    def deep(ctx: TaskContext) -> Any:
+        def prints() -> Any:
+            return ctx.step.task("label", "print", timeout=TIMEOUT)
+
+        def waits() -> Any:
+            return ctx.step.wait_for_fact("go").payload
+
+        def outer() -> Any:
+            return ctx.step.parallel({"prints": prints, "waits": waits}, name="inner")
+
+        return ctx.step.parallel({"outer": outer, "sleeps": lambda: ctx.step.sleep("day", timedelta(days=1))})
+
+    run_id = place.engine.start("deep")
+    place.deliver(run_id)
+    clock.advance(seconds=241)
+    place.engine.timers()
+    place.deliver(run_id)
+    assert place.engine.state(run_id) is RunState.QUARANTINED
+
+    place.engine.client.resolve_step(run_id, "parallel[outer]/inner[prints]/label", result=1, actor="ann")
+    assert isinstance(place.deliver(run_id), Parked)
+    place.engine.client.signal(run_id, "go", 2)
+    assert isinstance(place.deliver(run_id), Parked)
+    clock.advance(seconds=90_000)
+    place.engine.timers()
+    assert value(place.deliver(run_id)) == {"outer": {"prints": 1, "waits": 2}, "sleeps": None}
+    assert len(place.outside.sent) == 1
+
+
+def test_i11_a_cancel_comes_before_the_question_to_a_person(place: Place, clock: Clock) -> None:
+    gate = Gate()
+
+    @place.engine.task("mixed")
+    def mixed(ctx: TaskContext) -> Any:
+        def prints() -> Any:
+            return ctx.step.task("label", "print", timeout=TIMEOUT, reconcile=nobody_knows(gate))
+
+        def works() -> int:
+            ctx.step.sleep("wait", TIMEOUT)
+            return ctx.step.run("slow", lambda: gate.pass_through(1))
+
+        return ctx.step.parallel({"prints": prints, "works": works})
+
+    run_id = place.engine.start("mixed")
+    place.deliver(run_id)
+    clock.advance(seconds=241)
+    place.engine.timers()
+    with in_thread(lambda: place.deliver(run_id)) as outcome:
+        gate.wait_reached()
+        place.engine.client.cancel(run_id)
+        gate.open()
+    assert place.engine.state(run_id) is RunState.CANCELLED, outcome
+
+
+def test_i6_branches_of_an_async_body_await_all_kinds_of_steps(place: Place, conn: Connection, schema: str) -> None:
+    conn.execute(f'CREATE TABLE "{schema}".ledger (amount int)'.encode())
+
+    @place.engine.task("child")
+    def child(ctx: TaskContext, number: int) -> int:
+        return number * 2
+
+    @place.engine.task("mixed")
+    async def mixed(ctx: AsyncTaskContext) -> Any:
+        def book(tx: Any) -> int:
+            tx.execute(f'INSERT INTO "{schema}".ledger VALUES (5)'.encode())
+            return 5
+
+        async def calls() -> Any:
+            shipped = await ctx.step.effect("ship:1", lambda info: 1)
+            return [shipped, await ctx.step.call("one", "child", 3)]
+
+        async def prints() -> Any:
+            return [await ctx.step.transaction("book", book), await ctx.step.task("label", "print")]
+
+        async def waits() -> Any:
+            return (await ctx.step.wait_any({"said": "go", "late": timedelta(hours=1)})).label
+
+        async def gathers() -> Any:
+            return await ctx.step.gather("many", [Call("child", (1,)), Call("child", (2,))])
+
+        return await ctx.step.parallel({"calls": calls, "prints": prints, "waits": waits, "gathers": gathers})
+
+    run_id = place.engine.start("mixed")
+    assert isinstance(place.deliver(run_id), Parked)
+    for one in place.children("child"):
+        place.deliver(one)
+    place.engine.route()
+    assert isinstance(place.deliver(run_id), Parked)
+    place.answer(Answer("printed"))
+    place.engine.client.signal(run_id, "go")
+
+    expected = {"calls": [1, 6], "prints": [5, "printed"], "waits": "said", "gathers": [2, 4]}
+    assert value(place.deliver(run_id)) == expected
+    assert conn.execute(f'SELECT amount FROM "{schema}".ledger'.encode()).fetchall() == [(5,)]
+    assert (len(place.children("child")), len(place.outside.sent)) == (3, 1)
+
+
+def test_i17_what_ends_before_its_parent_has_parked_lets_its_branch_go_on_at_once(place: Place) -> None:
+    gate = Gate()
+
+    @place.engine.task("child")
+    def child(ctx: TaskContext) -> int:
+        return 7
+
+    @place.engine.task("mixed")
+    def mixed(ctx: TaskContext) -> Any:
+        return ctx.step.parallel(
+            {
+                "calls": lambda: ctx.step.call("one", "child"),
+                "prints": lambda: ctx.step.task("label", "print"),
+                "works": lambda: ctx.step.run("slow", gate.pass_through, 1),
+            }
+        )
+
+    def done() -> set[str]:
+        return {step.key for step in place.engine.client.history(run_id).steps if step.state == "done"}
+
+    run_id = place.engine.start("mixed")
+    with in_thread(lambda: place.deliver(run_id)) as outcome:
+        gate.wait_reached()
+        until(lambda: len(place.engine.client.history(run_id).waits) == 2, what="the waits of both")
+        place.deliver(place.children("child")[0])
+        place.engine.route()
+        place.answer(Answer("printed"))
+        until(lambda: {"parallel[calls]", "parallel[prints]"} <= done(), what="both branches to end")
+        gate.open()
+    assert value(outcome[0]) == {"calls": 7, "prints": "printed", "works": 1}
