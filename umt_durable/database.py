@@ -121,7 +121,10 @@ class Database:
     def url(self) -> str:
         """Return the libpq URL. It may hold a password: never log it."""
         if self._settings.database_url is None:
-            raise ConfigurationError("no database is configured: set DURABLE_DATABASE_URL or durable_database_url")
+            raise ConfigurationError(
+                "no database is configured: set DURABLE_DATABASE_URL or durable_database_url; to try things out without"
+                " one, use `from umt_durable import app, durable`, which run on an embedded pair"
+            )
         url = libpq_url(self._settings.database_url)
         try:
             conninfo_to_dict(url)

@@ -231,6 +231,7 @@ def test_a_body_that_exits_the_process_in_a_task_does_not_end_the_loop(engine: E
 
         task = asyncio.get_running_loop().create_task(leave())
         await asyncio.wait([task])
+        assert isinstance(task.exception(), SystemExit)
         return "still here"
 
     _, first = engine.run("t")
@@ -243,3 +244,29 @@ def test_d6_every_step_can_be_awaited() -> None:
     names = {name for name in dir(Steps) if not name.startswith("_")}
 
     assert {name for name in dir(AsyncSteps) if not name.startswith("_")} == names
+
+
+@pytest.mark.parametrize("how", ["step", "options", "now"])
+def test_a_call_that_is_never_awaited_fails_the_run_and_is_named(engine: Engine, how: str) -> None:
+    entered: list[Any] = []
+
+    @engine.task("t")
+    async def body(ctx: AsyncTaskContext) -> str:
+        match how:
+            case "step":
+                ctx.step.run("forgotten", tell, entered, "x", 1)  # type: ignore[unused-coroutine]
+            case "options":
+                ctx.step.options(key=1).run("forgotten", tell, entered, "x", 1)  # type: ignore[unused-coroutine]
+            case _:
+                ctx.now()  # type: ignore[unused-coroutine]
+        return "done"
+
+    run_id, outcome = engine.run("t")
+
+    assert isinstance(outcome, Finished)
+    failure = engine.client.failure(engine.client.get(run_id))
+    assert outcome.state is RunState.FAILED
+    assert failure is not None
+    assert failure.type == "DefinitionError"
+    assert ("ctx.now(" if how == "now" else "step.run('forgotten'") in failure.message
+    assert entered == []

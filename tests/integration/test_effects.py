@@ -347,6 +347,19 @@ def test_a_connection_with_a_transaction_open_is_refused(engine: Engine, databas
     assert "transaction open" in str(outcome.error)
 
 
+def test_a_function_that_cannot_be_called_as_it_will_be_is_refused_before_anything_is_begun(engine: Engine) -> None:
+    @engine.task("t")
+    def body(ctx: TaskContext) -> int:
+        return ctx.step.effect(OP, lambda: 1)  # type: ignore[arg-type, misc]
+
+    _, outcome = engine.run("t")
+
+    assert isinstance(outcome, Finished)
+    assert isinstance(outcome.error, DefinitionError)
+    assert "do is called as do(info)" in str(outcome.error)
+    assert engine.client.ops.list() == []
+
+
 def test_i15_e7_a_zombies_commit_meets_a_fencing_error_inside_and_is_rolled_back(
     engine: Engine, conn: Connection, shelf: str, clock: Clock, database: Database
 ) -> None:

@@ -72,6 +72,11 @@ def test_what_is_not_written_like_a_key_is_not_read(text: str) -> None:
         StepKey.parse(text)
 
 
+def test_a_step_whose_name_was_forgotten_says_that_it_comes_first() -> None:
+    with pytest.raises(DefinitionError, match="comes first"):
+        KeyMaker().make(len)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["", "a\x00b", "\ud800", "x" * (MAX_KEY_BYTES + 1)])
 def test_a_name_the_journal_cannot_store_is_refused(name: str) -> None:
     with pytest.raises(DefinitionError):

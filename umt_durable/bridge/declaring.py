@@ -21,6 +21,7 @@ from umt_durable.engine.failures import is_recorded
 from umt_durable.engine.registry import TaskDefinition
 from umt_durable.engine.replay import StepKey
 from umt_durable.engine.retry import RetryAfter, RetryPolicy
+from umt_durable.errors import DefinitionError
 
 if TYPE_CHECKING:
     from umt_durable.bridge.durable import Durable
@@ -46,6 +47,7 @@ def declare(
 
     Errors: DuplicateTaskError; DefinitionError.
     """
+    _check_context(body)
     app = durable.app
     task_name = name or app.gen_task_name(body.__name__, body.__module__)
     known = durable.tasks.versions(task_name)
@@ -77,6 +79,31 @@ def declare(
         __header__=head_from_fun(body, bound=True),
         **options,
     )
+
+
+def _check_context(body: Callable[..., Any]) -> None:
+    """Refuse a body whose first parameter is declared as something that is no context."""
+    first = next(iter(inspect.signature(body).parameters.values()), None)
+    plain = {
+        "str",
+        "int",
+        "float",
+        "bool",
+        "bytes",
+        "dict",
+        "list",
+        "tuple",
+        "set",
+        "Decimal",
+        "UUID",
+        "datetime",
+        "date",
+    }
+    declared = None if first is None else getattr(first.annotation, "__name__", first.annotation)
+    if first is not None and declared in plain:
+        raise DefinitionError(
+            f"{body.__qualname__}: the first parameter of a durable task is its TaskContext, and not {first}"
+        )
 
 
 def adopt(durable: Durable, task: Any) -> None:

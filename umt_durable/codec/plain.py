@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -311,7 +312,8 @@ def _advice(value: object) -> str:
     for base, _ in _BASES:
         if isinstance(value, base):
             return f"{name} would come back as {name_of(base)}; annotate the return type or convert it"
-    return f"objects of type {name} have no stored form"
+    hint = "; did you forget to await it?" if inspect.isawaitable(value) else ""
+    return f"objects of type {name} have no stored form{hint}"
 
 
 def _read_datetime(content: object) -> datetime:

@@ -183,3 +183,24 @@ class AsyncTaskContext(RunContext):
         """Return a random number from 0 to 1, the same at each replay."""
         value: float = await self.step.value("ctx.random", random.random, float)
         return value
+
+
+def _noted(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return a method whose calls the pass knows of, so that one which is never awaited fails the run."""
+
+    @wraps(method)
+    def call(self: AsyncSteps | AsyncTaskContext, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        what = f"step.{method.__name__}" if isinstance(self, AsyncSteps) else f"ctx.{method.__name__}"
+        given = f"{what}({args[0]!r}, …)" if args and isinstance(args[0], str) else f"{what}(…)"
+        return self._pass.calls.note(given, method(self, *args, **kwargs))
+
+    return call
+
+
+for _class, _names in (
+    (AsyncSteps, set(vars(AsyncSteps)) - {"options"}),
+    (AsyncTaskContext, {"now", "uuid", "random"}),
+):
+    for _name in sorted(_names):
+        if not _name.startswith("_"):
+            setattr(_class, _name, _noted(getattr(_class, _name)))

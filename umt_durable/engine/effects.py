@@ -92,6 +92,8 @@ class Effect:
                 raise DefinitionError(f"{name}: {label} must be a function, not {function!r}")
         if self.do is None:
             raise DefinitionError(f"{name}: do is missing")
+        for label, count in (("do", 1), ("reconcile", 1), ("commit", 2)):
+            _check_call(name, label, getattr(self, label), count)
         if self.policy is not None and not isinstance(self.policy, Policy):
             raise DefinitionError(f"{name}: policy must be one of Policy, not {self.policy!r}")
         if self.policy is Policy.FENCED and self.reconcile is None:
@@ -140,3 +142,15 @@ def with_attempt_token(
     """
     result: R = current_context().step.effect(op_key, fn, commit=commit, on=database, **options)
     return result
+
+
+def _check_call(name: str, label: str, function: Callable[..., Any] | None, count: int) -> None:
+    """Refuse a function that cannot be called as it will be: found out later, nobody knows whether it was applied."""
+    given = ("info",) if count == 1 else ("tx", "result")
+    try:
+        if function is not None:
+            inspect.signature(function).bind(*given)
+    except TypeError as error:
+        raise DefinitionError(f"{name}: {label} is called as {label}({', '.join(given)}): {error}") from None
+    except ValueError:  # a builtin that does not tell what it takes
+        return

@@ -148,7 +148,10 @@ class Execution:
         try:
             first = (context,) if self._definition.takes_context else ()
             value = self._definition.body(*first, *args, **kwargs)
-            return drive(value) if inspect.iscoroutine(value) else value
+            if inspect.iscoroutine(value):
+                value = drive(value)
+                the_pass.calls.check()
+            return value
         finally:
             _current.reset(before)
 

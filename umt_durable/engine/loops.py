@@ -8,6 +8,7 @@ done in the thread it was delivered to, one thing after the other, by the same c
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import queue
@@ -75,6 +76,34 @@ def run(body: Coroutine[Any, Any, T], *, on_start: Callable[[Callable[[], None]]
         raise
     value: T = flight.result()
     return value
+
+
+class Calls:
+    """The calls of one async body to its context, so that one which it never awaits is known."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[str, Coroutine[Any, Any, Any]]] = []
+
+    def note(self, what: str, call: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        """Keep a call until it has begun, and return it."""
+        self._made = [kept for kept in self._made if _is_unbegun(kept[1])]
+        self._made.append((what, call))
+        return call
+
+    def check(self) -> None:
+        """Refuse the end of a body that left a call behind which it never awaited.
+
+        Errors: DefinitionError.
+        """
+        forgotten = [what for what, call in self._made if _is_unbegun(call)]
+        for _, call in self._made:
+            call.close()
+        if forgotten:
+            raise DefinitionError(f"{forgotten[0]} was called and never awaited, so nothing was done; `await` it")
+
+
+def _is_unbegun(call: Coroutine[Any, Any, Any]) -> bool:
+    return inspect.getcoroutinestate(call) == inspect.CORO_CREATED
 
 
 def is_here() -> bool:

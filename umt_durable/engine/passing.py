@@ -17,6 +17,7 @@ from umt_durable.engine.attempt import Attempt, exit_for
 from umt_durable.engine.branch import Blocked, Branch
 from umt_durable.engine.exits import Abandoned, Canceled, Exit, Released, Replaced, Suspended, Undecided
 from umt_durable.engine.failures import ExceptionRegistry
+from umt_durable.engine.loops import Calls
 from umt_durable.engine.replay import Journal, KeyMaker, branches_of
 from umt_durable.engine.reporting import Reporter
 from umt_durable.engine.retry import RetryPolicy
@@ -87,6 +88,7 @@ class Pass:
         seqs = [entry.seq for entry in entries] + [entry.seq for entry in wait_entries]
         self._seqs = itertools.count(max(seqs, default=0) + 1)
         self._exit: Exit | None = None
+        self.calls = Calls()
         self._condemned: list[DurableError] = []
         self.next_input: Encoded | None = None
         """The arguments of the next attempt, where the body asked to be tried again with others."""

@@ -40,6 +40,10 @@ class TaskDefinition:
     def __post_init__(self) -> None:
         if not self.name or len(self.name) > MAX_NAME or "\0" in self.name or "@" in self.name:
             raise DefinitionError(f"{self.name!r} is no task name: 1 to {MAX_NAME} characters, no '@'")
+        if not isinstance(self.retry, RetryPolicy):
+            raise DefinitionError(
+                f"{self.name}: retry is a RetryPolicy, such as RetryPolicy.NETWORK, not {self.retry!r}"
+            )
         if self.version < 1:
             raise DefinitionError(f"{self.name}: versions count from 1, not {self.version}")
 

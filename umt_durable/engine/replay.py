@@ -48,8 +48,8 @@ class StepKey:
 
         Errors: DefinitionError when the journal could not store it.
         """
-        if not self.name:
-            raise DefinitionError("a step needs a name")
+        if not isinstance(self.name, str) or not self.name:
+            raise DefinitionError(f"a step needs a name, which comes first: text that is not empty, not {self.name!r}")
         name = _SPECIAL.sub(r"\\\g<0>", self.name)
         if self.key is not None:
             text = item_key(name, self.key)

@@ -1,0 +1,35 @@
+"""Mistakes in declaring a durable task are refused where they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from celery import Celery
+
+from umt_durable import DefinitionError, Durable, TaskContext
+
+
+@pytest.fixture
+def durable() -> Iterator[Durable]:
+    app = Celery("declaring", broker="memory://", set_as_current=False)
+    durable = Durable(app, database_url="postgresql://nobody@127.0.0.1:1/none", embedded=False)
+    yield durable
+    durable.stop()
+    app.close()
+
+
+def test_a_body_without_a_context_is_refused_at_its_declaration(durable: Durable) -> None:
+    def charge(order: str) -> str:
+        return order
+
+    with pytest.raises(DefinitionError, match="first parameter of a durable task is its TaskContext"):
+        durable.task(charge)  # type: ignore[arg-type]
+
+
+def test_a_number_is_no_retry_policy(durable: Durable) -> None:
+    def charge(ctx: TaskContext, order: str) -> str:
+        return order
+
+    with pytest.raises(DefinitionError, match=r"retry is a RetryPolicy, such as RetryPolicy\.NETWORK, not 3"):
+        durable.task(name="shop.charge", retry=3)(charge)  # type: ignore[call-overload]
