@@ -166,7 +166,7 @@ def test_a_worker_a_producer_inspect_and_flower_share_one_embedded_pair(project:
     assert produced.stdout.startswith("hello ann, from "), produced.stderr
     assert ping.returncode == 0
     assert "pong" in ping.stdout
-    assert [each["registered"] for each in seen.values()] == [["hello"]]
+    assert [each["registered"] for each in seen.values()] == [["hello", "umt_durable.answered", "umt_durable.failed"]]
     assert status["runs"]["succeeded"] == 1
     [told] = [line for line in project.text().splitlines() if line.startswith("umt_durable:")]
     where = f"embedded Postgres (schema umt_durable) and Valkey in {project.home}"
