@@ -76,6 +76,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[OLDER_URL], os.environ[OLDER_TOLD] = url or "", told
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Before the selection by marks, which leaves the long ones out.
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if item.get_closest_marker("redis_by_default") and parameters.get("broker") == "rabbitmq":
+            item.add_marker(pytest.mark.long)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "postgres" not in metafunc.fixturenames or not os.environ.get(OLDER_URL):
         return

@@ -25,7 +25,7 @@ from umt_durable.database import Connection
 from umt_durable.engine.answers import Place
 from umt_durable.store import outbox, waits
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.redis_by_default]
 
 APP = "tests.support.awaited_apps:app"
 PLAIN_APP = "tests.support.plain_app:app"

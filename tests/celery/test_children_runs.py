@@ -17,7 +17,7 @@ from tests.support.workers import Worker
 from umt_durable import RunState
 from umt_durable.failpoints import ENVIRONMENT
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.redis_by_default]
 
 APP = "tests.support.awaited_apps:app"
 

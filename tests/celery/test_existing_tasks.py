@@ -20,7 +20,7 @@ from umt_durable.errors import InputError
 from umt_durable.states import RunState
 from umt_durable.store import outbox
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.redis_by_default]
 
 APP = "tests.support.canvas_apps:app"
 

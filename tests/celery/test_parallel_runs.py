@@ -14,7 +14,7 @@ from tests.support.wait import until
 from tests.support.workers import POOLS, Worker
 from umt_durable.states import RunState, StepState
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.redis_by_default]
 
 only_redis = pytest.mark.parametrize("broker", ["redis"], indirect=True)
 FORKED = {"steps": [1, 2, 3], "sleeps": 4, "waits": 5}

@@ -21,7 +21,7 @@ from umt_durable.database import Connection
 from umt_durable.failpoints import ENVIRONMENT
 from umt_durable.states import RunState
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.redis_by_default]
 
 only_redis = pytest.mark.parametrize("broker", ["redis"], indirect=True)
 

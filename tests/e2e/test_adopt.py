@@ -20,7 +20,7 @@ from umt_durable.bridge.message import hint
 from umt_durable.records import event_id
 from umt_durable.settings import Settings
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.redis_by_default]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-to" / "adopt.md"
