@@ -143,7 +143,7 @@ def test_a4_roles_that_may_not_migrate_refuse_a_missing_schema_with_the_command(
 ) -> None:
     drop(conn, schema)
 
-    process = serve(role, ready="run `umt-durable migrate`")
+    process = serve(role, ready="run `umt-durable -A tests.support.apps:app migrate`")
 
     assert process.wait() == 1
     assert "Traceback" not in process.text()

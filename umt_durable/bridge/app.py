@@ -20,6 +20,7 @@ from celery.utils.collections import DictAttribute
 from umt_durable import embedded, migrate
 from umt_durable.bridge.console import blame
 from umt_durable.bridge.durable import Durable
+from umt_durable.bridge.task import OWN
 from umt_durable.errors import ConfigurationError, DurableError
 from umt_durable.redaction import redact_url
 from umt_durable.settings import Settings
@@ -112,7 +113,7 @@ class LibraryDurable(Durable):
     def banner(self) -> str:
         """Say in one line what runs where, without secrets."""
         services = "here" if self.settings.worker_services else "elsewhere"
-        versions = sum(1 for _ in self.tasks)
+        versions = sum(1 for task in self.tasks if not task.name.startswith(OWN))
         tasks = "1 task version" if versions == 1 else f"{versions} task versions"
         if not versions:
             tasks = "no durable task here: start it with -A of the module that declares some"
