@@ -18,7 +18,14 @@ from psycopg.conninfo import conninfo_to_dict
 from psycopg.sql import SQL, Identifier
 
 from umt_durable import telemetry
-from umt_durable.errors import ConfigurationError, DatabaseBusyError, DatabaseUnavailableError, SchemaError
+from umt_durable.errors import (
+    FOR_APPS,
+    MIGRATE,
+    ConfigurationError,
+    DatabaseBusyError,
+    DatabaseUnavailableError,
+    SchemaError,
+)
 from umt_durable.redaction import redact_text
 from umt_durable.settings import Settings, libpq_url
 
@@ -181,8 +188,8 @@ class Database:
                     return work(conn)
             except _NOT_MIGRATED as error:
                 raise SchemaError(
-                    f"schema {self.schema!r} is missing or not at this code's revision: run `umt-durable migrate`"
-                    " (with -A your.app where the app's own configuration names the database)"
+                    f"schema {self.schema!r} is missing or not at this code's revision:"
+                    f" run `{MIGRATE}` ({FOR_APPS})"
                 ) from error
             except TRANSIENT as error:
                 if is_refusal(error):

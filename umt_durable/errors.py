@@ -61,6 +61,11 @@ class EmbeddedError(ConfigurationError):
     """The embedded Postgres or Valkey is not installed or does not start."""
 
 
+MIGRATE = "umt-durable migrate"
+FOR_APPS = "with -A your.app where the app's own configuration names the database"
+"""Follows `MIGRATE` in a text; a command line that was given -A leaves it out."""
+
+
 class SchemaError(ConfigurationError):
     """The database schema is not at the revision this code needs; the text names the command to run."""
 

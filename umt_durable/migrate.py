@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psycopg
 from psycopg import sql
 
-from umt_durable.errors import DatabaseUnavailableError, SchemaError
+from umt_durable.errors import FOR_APPS, MIGRATE, DatabaseUnavailableError, SchemaError
 from umt_durable.redaction import redact_text
 from umt_durable.settings import libpq_url
 from umt_durable.sql import quote
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from alembic.config import Config
 
 VERSION_TABLE = "umt_version"
-COMMAND = "umt-durable migrate"
-FOR_APPS = "with -A your.app where the app's own configuration names the database"
 
 
 def ddl(text: str, schema: str) -> str:
@@ -114,9 +112,9 @@ def check_schema(url: str, schema: str) -> None:
 
 def _mismatch(schema: str, current: str | None) -> str:
     if current is None:
-        return f"the database has no schema {schema!r} yet: run `{COMMAND}` ({FOR_APPS})"
+        return f"the database has no schema {schema!r} yet: run `{MIGRATE}` ({FOR_APPS})"
     if current < head():
-        return f"schema {schema!r} is at revision {current}, this code needs {head()}: run `{COMMAND}` ({FOR_APPS})"
+        return f"schema {schema!r} is at revision {current}, this code needs {head()}: run `{MIGRATE}` ({FOR_APPS})"
     return (
         f"schema {schema!r} is at revision {current}, which is newer than this code's {head()}:"
         " install the version of umt-durable that made it"

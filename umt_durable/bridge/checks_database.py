@@ -9,7 +9,7 @@ from psycopg.conninfo import conninfo_to_dict
 from umt_durable import migrate
 from umt_durable.bridge.findings import Finding, Findings, fail, many, ok, warn
 from umt_durable.database import IDLE_IN_TRANSACTION_MS, LOCK_TIMEOUT_MS, STATEMENT_TIMEOUT_MS, Database
-from umt_durable.errors import SchemaError
+from umt_durable.errors import MIGRATE, SchemaError
 from umt_durable.settings import Settings, libpq_url
 from umt_durable.store.diagnosis import OpenTransaction, Server, Timeouts
 
@@ -41,7 +41,7 @@ def revision(database: Database, settings: Settings) -> Findings:
         yield ok("schema", f"schema {settings.schema!r} is at revision {current}")
     elif current is None or current < needed:
         state = "does not exist yet" if current is None else f"is at revision {current}, this code needs {needed}"
-        yield fail("schema", f"schema {settings.schema!r} {state}", f"run `{migrate.COMMAND}`")
+        yield fail("schema", f"schema {settings.schema!r} {state}", f"run `{MIGRATE}`")
     else:
         yield fail(
             "schema",

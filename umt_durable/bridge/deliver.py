@@ -97,9 +97,9 @@ def broken_off(request: Context, error: BaseException) -> Ignore:
     place. A child that swallowed it would stay, and lose what later bodies raise.
     """
     if isinstance(error, SystemExit):
+        logger.warning("a delivery of %s was left by SystemExit(%r)", request.id, error.code, exc_info=error)
         if current_process()._identity:
             raise error
-        logger.warning("a delivery of %s was left by SystemExit(%r)", request.id, error.code, exc_info=error)
     else:
         logger.error("a delivery of %s ended without an outcome", request.id, exc_info=error)
     return ignored(request, f"dropped: {type(error).__name__} left the body")

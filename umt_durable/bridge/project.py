@@ -17,7 +17,7 @@ from umt_durable.bridge.cli import COMMANDS
 from umt_durable.bridge.console import blame, one_line
 from umt_durable.bridge.findings import many
 from umt_durable.bridge.nearby import apps_near
-from umt_durable.errors import DurableError
+from umt_durable.errors import FOR_APPS, DurableError
 
 if TYPE_CHECKING:
     from umt_durable.bridge.app import Needs
@@ -105,6 +105,8 @@ class Project:
         else:
             ours, named = f"umt-durable -A {shlex.quote(self.name)}" if self.name else "umt-durable", self.name
         worker = f"celery -A {shlex.quote(named) if named else 'MODULE'} worker"
+        if named:
+            text = text.replace(f" ({FOR_APPS})", "")
         return _OURS.sub(lambda _: f"{ours} ", text).replace(_WORKER, worker)
 
     def _find(self) -> Any:
