@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.clock import Clock
 from tests.support.engine import Engine, Gate, dying_at, enter, in_thread, take_over
+from tests.support.wait import until
 from umt_durable.database import Database
 from umt_durable.engine.async_context import AsyncTaskContext
 from umt_durable.engine.context import TaskContext, current_context
@@ -127,7 +128,10 @@ def test_a_branch_that_is_parked_goes_on_while_another_still_works(engine: Engin
     run_id, process = engine.start("t"), engine.process()
     with in_thread(lambda: process.deliver(run_id, "t")) as outcome:
         gate.wait_reached()
+        # What is said while the wait is being registered is left to a router.
+        until(lambda: bool(engine.client.history(run_id).waits), what="the wait of a branch")
         engine.client.signal(run_id, "go")
+        engine.route()
     assert isinstance(outcome[0], Finished), outcome
 
     assert order == ["waits", "works"]
