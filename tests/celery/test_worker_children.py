@@ -173,3 +173,16 @@ def test_without_pidfds_the_pool_is_made_to_look_by_a_timer(monkeypatch: pytest.
         assert watched.seen.lost == [(victim, -9)]
     finally:
         watched.close()
+
+
+def test_children_that_died_while_the_pool_was_joined_are_reported_once_it_is(watched: Watched) -> None:
+    victim, other = watched.pool.processes
+    watched.children.detach()
+    victim.kill()
+    victim.wait()
+
+    watched.children.report_rest()
+    watched.children.report_rest()
+
+    assert watched.seen.lost == [(victim.pid, -9)]
+    assert other.poll() is None

@@ -92,6 +92,7 @@ def test_child_killed_during_a_warm_shutdown_is_still_an_incident(redis_stage: S
     stage.gates.close("run")
     run = stage.hint("rec.hold")
     body = stage.wait("body", id=run)
+    stage.wait_held(0)
 
     worker.term()
     worker.wait_for("worker: Warm shutdown")

@@ -23,7 +23,7 @@ from celery.worker import state as worker_state
 
 from umt_durable.bridge import leaving
 from umt_durable.bridge.broker_repairs import repair_redis_channel
-from umt_durable.bridge.children import ChildWatch
+from umt_durable.bridge.children import ChildWatch, children_of
 from umt_durable.bridge.intake import INTAKE, Intake
 from umt_durable.bridge.request import DurableRequest
 from umt_durable.bridge.revoke import speak_as, take_over_panel
@@ -73,7 +73,7 @@ class ServicesStep(bootsteps.StartStopStep):
     """Runs the services of a worker's main process from the start of its pool until its tasks have ended."""
 
     label = "Durable services"
-    requires = ("celery.worker.components:Pool", FitStep)
+    requires = ("celery.worker.components:Pool", FitStep, ChildWatch)
 
     reserved_seconds = 60.0
     """How long a hint may wait here for a pool slot before another worker may have it."""
@@ -116,7 +116,10 @@ class ServicesStep(bootsteps.StartStopStep):
     def _on_shutting_down(self, **_: Any) -> None:
         leaving.leave()
 
-    def _on_worker_shutdown(self, **_: Any) -> None:
+    def _on_worker_shutdown(self, sender: Any, **_: Any) -> None:
+        children = children_of(sender)
+        if children is not None:
+            children.report_rest()
         self._end()
 
     def _end(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
+from billiard.pool import EX_OK, EX_RECYCLE
 from celery import bootsteps
 from celery.concurrency.prefork import TaskPool as PreforkPool
 from celery.utils.log import get_logger
@@ -20,6 +21,7 @@ from umt_durable.bridge.runtime import Incidents, runtime_of
 logger = get_logger(__name__)
 
 LOOK_SECONDS: Final = 0.25
+CHILDREN: Final = "durable_children"
 
 
 class Children:
@@ -62,6 +64,16 @@ class Children:
             self._incidents.child_lost(pid=pid, status=process.exitcode, delivery=None)
         for pid in new:
             self._watch(pid)
+
+    def report_rest(self) -> None:
+        """Report the children that ended by a signal or an error since the watch ended, once the pool is joined.
+
+        A delivery whose child dies before the pool has read that it was accepted has nobody else to report it then.
+        """
+        for pid, process in self._seen.items():
+            if process.exitcode not in (None, EX_OK, EX_RECYCLE):
+                self._incidents.child_lost(pid=pid, status=process.exitcode, delivery=None)
+        self._seen = {}
 
     def detach(self) -> None:
         """Watch no more."""
@@ -116,6 +128,7 @@ class ChildWatch(bootsteps.StartStopStep):
     def create(self, worker: Any) -> None:
         """Make the watch; the pool has no children yet."""
         self.children = Children(worker.pool, runtime_of(worker.app).incidents)
+        setattr(worker, CHILDREN, self.children)
 
     def register_with_event_loop(self, worker: Any, hub: Any) -> None:
         """Watch through the worker's loop."""
@@ -126,3 +139,9 @@ class ChildWatch(bootsteps.StartStopStep):
         self.children.detach()
 
     terminate = stop
+
+
+def children_of(worker: Any) -> Children | None:
+    """Return what is watched of a worker's pool, if that has children and an event loop."""
+    found: Children | None = getattr(worker, CHILDREN, None)
+    return found
