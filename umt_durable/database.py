@@ -188,8 +188,7 @@ class Database:
                     return work(conn)
             except _NOT_MIGRATED as error:
                 raise SchemaError(
-                    f"schema {self.schema!r} is missing or not at this code's revision:"
-                    f" run `{MIGRATE}` ({FOR_APPS})"
+                    f"schema {self.schema!r} is missing or not at this code's revision: run `{MIGRATE}` ({FOR_APPS})"
                 ) from error
             except TRANSIENT as error:
                 if is_refusal(error):
