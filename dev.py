@@ -344,11 +344,16 @@ def start(programs: Programs, env: Environment) -> int:
     os.chdir(PROJECT)
     if len(programs) == 1:
         os.execvpe(programs[0][0], programs[0], environ)
-    statuses = []
+    failed = {}
     for program in programs:
         say(f"$ {' '.join(program)}")
-        statuses.append(subprocess.run(program, check=False, env=environ).returncode)
-    return next((status for status in statuses if status), 0)
+        status = subprocess.run(program, check=False, env=environ).returncode
+        if status:
+            failed[" ".join(program)] = status
+    # Said last: what failed first may have scrolled away.
+    for program, status in failed.items():
+        say(f"Failed with status {status}: {program}")
+    return next(iter(failed.values()), 0)
 
 
 def main(argv: List[str]) -> int:

@@ -97,7 +97,9 @@ def broken_off(request: Context, error: BaseException) -> Ignore:
     place. A child that swallowed it would stay, and lose what later bodies raise.
     """
     if isinstance(error, SystemExit):
-        logger.warning("a delivery of %s was left by SystemExit(%r)", request.id, error.code, exc_info=error)
+        # The pool ends a child with minus a number (`billiard.common`); where a body was at that moment tells nothing.
+        trace = None if isinstance(error.code, int) and error.code < 0 else error
+        logger.warning("a delivery of %s was left by SystemExit(%r)", request.id, error.code, exc_info=trace)
         if current_process()._identity:
             raise error
     else:
