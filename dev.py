@@ -351,8 +351,8 @@ def start(programs: Programs, env: Environment) -> int:
         if status:
             failed[" ".join(program)] = status
     # Said last: what failed first may have scrolled away.
-    for program, status in failed.items():
-        say(f"Failed with status {status}: {program}")
+    for line, status in failed.items():
+        say(f"Failed with status {status}: {line}")
     return next(iter(failed.values()), 0)
 
 
