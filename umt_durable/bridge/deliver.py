@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal as signals_of_system
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -97,12 +98,21 @@ def broken_off(request: Context, error: BaseException) -> Ignore:
     place. A child that swallowed it would stay, and lose what later bodies raise.
     """
     if isinstance(error, SystemExit):
-        logger.warning("a delivery of %s was left by SystemExit(%r)", request.id, error.code, exc_info=error)
+        trace = None if _is_by_signal(error) else error
+        logger.warning("a delivery of %s was left by SystemExit(%r)", request.id, error.code, exc_info=trace)
         if current_process()._identity:
             raise error
     else:
         logger.error("a delivery of %s ended without an outcome", request.id, exc_info=error)
     return ignored(request, f"dropped: {type(error).__name__} left the body")
+
+
+def _is_by_signal(error: SystemExit) -> bool:
+    """Say whether a pool child ends by a signal, as after `terminate`: where its body stood is of no interest then.
+
+    Source: `billiard.common._shutdown_cleanup`, which exits with -(256 - signal).
+    """
+    return isinstance(error.code, int) and 0 < error.code + 256 <= signals_of_system.NSIG
 
 
 def is_settled(request: Context) -> bool:
