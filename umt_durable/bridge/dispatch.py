@@ -122,7 +122,7 @@ class CeleryDispatcher:
         try:
             if entry.type == OutboxType.CELERY:
                 found = sending.messages(
-                    self._durable.app, entry.id, bytes(entry.payload or b""), age_seconds=entry.age_seconds
+                    self._durable.app, entry.id, entry.payload or b"", age_seconds=entry.age_seconds
                 )
             else:
                 found = self._durable.outbox.routes.messages(entry)
@@ -165,7 +165,7 @@ class CeleryDispatcher:
         backend = self._backend(run.task)
         value, error = outcome_of(self._durable, run)
         if entry.type == OutboxType.CALLBACK and entry.payload is not None:
-            callbacks.dispatch_stored(app, request, bytes(entry.payload))
+            callbacks.dispatch_stored(app, request, entry.payload)
             return
         if entry.type == OutboxType.CALLBACK:
             callbacks.dispatch(app, request, envelope, entry.ordinal, value=value, error=error)

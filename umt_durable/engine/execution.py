@@ -32,6 +32,7 @@ from umt_durable.errors import (
     EncodingError,
     InputError,
     JournalCorruptError,
+    PayloadKeyError,
     UncertainOpError,
 )
 from umt_durable.failpoints import point
@@ -68,6 +69,13 @@ def cause(error: Exception) -> Exception | None:
     return error.__cause__ if isinstance(error.__cause__, Exception) else None
 
 
+def _unreadable(error: Exception) -> Reason:
+    """Return why a run is parked whose record does not serve: it is not lost, and a person can have it go on."""
+    if isinstance(error, PayloadKeyError):
+        return Reason.PAYLOAD_KEY
+    return Reason.JOURNAL_CORRUPT if isinstance(error, JournalCorruptError) else Reason.NONDETERMINISM
+
+
 class Execution:
     """One grant from its journal to its settlement."""
 
@@ -85,13 +93,18 @@ class Execution:
             return self._hand_over(str(how))
 
     def _run(self) -> Outcome:
-        self._reporter.claimed(self._grant)
+        try:
+            self._reporter.claimed(self._grant)
+        except (PayloadKeyError, JournalCorruptError) as error:
+            return self._quarantine(_unreadable(error), error)
         if self._grant.cancel:
             return self._finish(RunState.CANCELLED)
         if self._attempt.is_fresh():
             self._reporter.started()
         try:
             args, kwargs = self._definition.schema.decode(self._grant.args, self._grant.codec)
+        except (PayloadKeyError, JournalCorruptError) as error:
+            return self._quarantine(_unreadable(error), error)
         except (DecodingError, InputError) as error:
             if isinstance(error, InputError) and not self._definition.checks_calls:
                 return self._fail(TypeError(str(error)))  # as of the call itself, a class that any caller can rebuild
@@ -165,8 +178,7 @@ class Execution:
                 the_pass.fatal, lambda guard: ledger.wait_for_person(guard.conn, op, guard.token.run)
             )
         if the_pass.fatal is not None:
-            corrupt = isinstance(the_pass.fatal, JournalCorruptError)
-            return self._quarantine(Reason.JOURNAL_CORRUPT if corrupt else Reason.NONDETERMINISM, the_pass.fatal)
+            return self._quarantine(_unreadable(the_pass.fatal), the_pass.fatal)
         for entry in the_pass.journal.orphans() if error is None else ():
             telemetry.count(telemetry.Counter.ORPHAN_STEP)
             logger.warning("step %r is in the journal but was not asked for", entry.key, extra={"run": the_pass.run_id})

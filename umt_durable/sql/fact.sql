@@ -36,7 +36,7 @@ SELECT id FROM f
 -- Count the facts at the address of one that say something else, and that a router has finished with.
 -- Locks: the address (held). Index: fact_address, fact_pkey.
 SELECT count(*) FROM {schema}.fact AS f JOIN {schema}.fact AS g ON g.id = %(fact)s
- WHERE f.address = %(address)s AND f.id <> g.id AND f.routed_at IS NOT NULL AND f.payload IS DISTINCT FROM g.payload
+ WHERE f.address = %(address)s AND f.id <> g.id AND f.routed_at IS NOT NULL AND {schema}.differ(f.payload, g.payload)
 
 -- name: unrouted_facts :many
 -- List the oldest facts that no router has finished with. Ids are no cursor: late commits are found by state (RG-18).
