@@ -36,6 +36,7 @@ MATRIX = (
     "tests/celery/test_children_runs.py",
     "tests/celery/test_parallel_runs.py",
     "tests/celery/test_existing_tasks.py",
+    "tests/celery/test_sealed_runs.py",
     "tests/e2e/test_adopt.py",
     "tests/smoke/nodes",
 )
