@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import date, datetime
+from decimal import Decimal
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
 
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.functional import head_from_fun
@@ -31,6 +33,11 @@ REJECTED = "umt.rejected"
 
 BY_CELERY = RetryPolicy(1_000_000, retry_on=RetryAfter)
 """The policy of an existing task: Celery's `self.retry()` and `autoretry_for` decide, and count, by themselves."""
+
+
+_VALUES = (str, int, float, bool, bytes, dict, list, tuple, set, Decimal, UUID, datetime, date)
+_PLAIN: Final = frozenset(one.__name__ for one in _VALUES)
+"""Types by name, as annotations may be text: what values are declared as, and a context never is."""
 
 
 def declare(
@@ -84,23 +91,8 @@ def declare(
 def _check_context(body: Callable[..., Any]) -> None:
     """Refuse a body whose first parameter is declared as something that is no context."""
     first = next(iter(inspect.signature(body).parameters.values()), None)
-    plain = {
-        "str",
-        "int",
-        "float",
-        "bool",
-        "bytes",
-        "dict",
-        "list",
-        "tuple",
-        "set",
-        "Decimal",
-        "UUID",
-        "datetime",
-        "date",
-    }
     declared = None if first is None else getattr(first.annotation, "__name__", first.annotation)
-    if first is not None and declared in plain:
+    if isinstance(declared, str) and declared in _PLAIN:
         raise DefinitionError(
             f"{body.__qualname__}: the first parameter of a durable task is its TaskContext, and not {first}"
         )

@@ -95,11 +95,11 @@ class Calls:
 
         Errors: DefinitionError.
         """
-        forgotten = [what for what, call in self._made if _is_unbegun(call)]
-        for _, call in self._made:
-            call.close()
+        forgotten = [(what, call) for what, call in self._made if _is_unbegun(call)]
+        for _, call in forgotten:
+            call.close()  # said below, and not by a warning as well
         if forgotten:
-            raise DefinitionError(f"{forgotten[0]} was called and never awaited, so nothing was done; `await` it")
+            raise DefinitionError(f"{forgotten[0][0]} was called and never awaited, so nothing was done; `await` it")
 
 
 def _is_unbegun(call: Coroutine[Any, Any, Any]) -> bool:
