@@ -45,6 +45,7 @@ Exits that are not errors (`umt_durable.engine.exits`) derive from `BaseExceptio
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from uuid import UUID
 
@@ -63,7 +64,7 @@ class EmbeddedError(ConfigurationError):
 
 MIGRATE = "umt-durable migrate"
 FOR_APPS = "with -A your.app where the app's own configuration names the database"
-"""Follows `MIGRATE` in a text; a command line that was given -A leaves it out."""
+"""Follows a command in a text; a command line that was given -A leaves it out."""
 
 
 class SchemaError(ConfigurationError):
@@ -93,14 +94,17 @@ class DurationError(DefinitionError, ValueError):
 class InputError(DurableError, TypeError):
     """The arguments of a run do not fit its task. A TypeError, as it is of a Python function or of Celery's tasks.
 
-    Shape: `problems` holds one (field, reason) pair for each field that was refused.
+    Shape: `problems` holds one (field, reason) pair for each field that was refused; `step` is the step that calls the
+    task, if one does.
     """
 
-    def __init__(self, task: str, problems: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, task: str, problems: Sequence[tuple[str, str]], *, step: str | None = None) -> None:
         self.task = task
         self.problems = tuple(problems)
+        self.step = step
         listed = "; ".join(f"{field}: {reason}" for field, reason in self.problems)
-        super().__init__(f"arguments of {task} refused: {listed}")
+        where = "" if step is None else f"step {step!r}: "
+        super().__init__(f"{where}arguments of {task} refused: {listed}")
 
 
 class EncodingError(DurableError):
@@ -249,7 +253,12 @@ class UncertainOpError(DurableError):
     def __init__(self, op_key: str, reason: str) -> None:
         self.op_key = op_key
         self.reason = reason
-        super().__init__(f"whether op {op_key!r} was applied is not known: {reason}")
+        command = f"umt-durable ops resolve {shlex.quote(op_key)}"
+        super().__init__(
+            f"whether op {op_key!r} was applied is not known: {reason}; find out, then say `{command} --done JSON` (it "
+            f"was: its result), `{command} --not-done` (it was not: call it again) or `{command} --failed TEXT`"
+            f" ({FOR_APPS})"
+        )
 
 
 class UnknownOpError(DurableError):
@@ -303,15 +312,19 @@ class UncertainStepError(DurableError):
     """An awaited task gave no answer in time, and nobody can say whether it was executed; its run is parked.
 
     The answer, if it still comes, or a person's decision lets the run go on.
+    Shape: `step` is the step's key in the journal of `run`, `task_id` the Celery id of the task.
     """
 
-    def __init__(self, step: str, task: str, task_id: str) -> None:
+    def __init__(self, run: str, step: str, task: str, task_id: str, why: str = "gave no answer in time") -> None:
+        self.run = run
         self.step = step
         self.task = task
         self.task_id = task_id
+        command = f"umt-durable resolve {shlex.quote(run)} {shlex.quote(step)}"
         super().__init__(
-            f"step {step!r}: {task} ({task_id}) gave no answer in time; find out whether it was executed and say so "
-            "with durable.resolve_step"
+            f"step {step!r}: {task} ({task_id}) {why}; find out whether it was executed, then say "
+            f"`{command} --result JSON` (what it gave) or `{command} --error TEXT` (it failed, or was not executed)"
+            f" ({FOR_APPS})"
         )
 
 
@@ -348,9 +361,11 @@ class DatabaseBusyError(DatabaseUnavailableError):
 class BrokerUnavailableError(DurableError):
     """The broker did not take messages.
 
-    Shape: `confirmed` holds the keys of those it had confirmed before it failed.
+    Shape: `confirmed` holds the keys of those it had confirmed before it failed, `doubtful` of those it was given
+    without a word from it: they may have arrived or not.
     """
 
-    def __init__(self, reason: str, confirmed: Iterable[UUID] = ()) -> None:
+    def __init__(self, reason: str, confirmed: Iterable[UUID] = (), doubtful: Iterable[UUID] = ()) -> None:
         self.confirmed = frozenset(confirmed)
+        self.doubtful = frozenset(doubtful)
         super().__init__(reason)

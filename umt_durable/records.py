@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, NewType
 from uuid import UUID
 
@@ -234,6 +235,8 @@ class OutboxEntry:
     """One outbox row that a relay has claimed, with what it needs of the row's run.
 
     Shape: `live` says that a live process can take what it leads to: the run's version, or an event of its type.
+    `trace` is the carrier of who wrote the row. `step` awaits the task of this message; `once`: the message must not
+    leave twice; `doubtful`: a relay before this one had begun to publish such a message, and never said how that ended.
     Units: `age_seconds` is the time since the row was made, by the database's clock.
     """
 
@@ -255,6 +258,27 @@ class OutboxEntry:
     live: bool | None
     key: str | None = None
     age_seconds: float = 0.0
+    trace: Mapping[str, str] | None = None
+    step: str | None = None
+    once: bool = False
+    doubtful: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepMessage:
+    """The message of a task that a step awaits, as the outbox keeps it for a relay.
+
+    Shape: `step` is the step's key in the journal, `trace` the carrier of who wrote it; `once`: it must not leave
+    twice. `due` or `delay` say when it may leave, at once without them.
+    """
+
+    id: UUID
+    step: str
+    payload: bytes
+    once: bool
+    due: datetime | None = None
+    delay: timedelta | None = None
+    trace: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ class Counter(StrEnum):
     PUBLISH_REFUSED = "publish_refused"
     PUBLISH_OUTAGE = "publish_outage"
     DEAD_EVENT = "dead_event"
+    DOUBTFUL_MESSAGE = "doubtful_message"
     DISPATCHED_EVENT = "dispatched_event"
     ROUTED_FACT = "routed_fact"
     RESCAN_HIT = "rescan_hit"
@@ -98,6 +99,7 @@ MEANINGS: Final[Mapping[Counter, str]] = MappingProxyType(
         Counter.PUBLISH_REFUSED: "one message was refused by the broker, or cannot be sent",
         Counter.PUBLISH_OUTAGE: "the broker took no messages",
         Counter.DEAD_EVENT: "an outbox row was given up, with its reason",
+        Counter.DOUBTFUL_MESSAGE: "the message of an awaited task was put aside: it may have left, and may not twice",
         Counter.DISPATCHED_EVENT: "the run of a user's event was committed together with its dispatch",
         Counter.ROUTED_FACT: "a fact was matched to the waits of its address",
         Counter.RESCAN_HIT: "a wait and its fact were found unmatched by the re-scan; each is a defect",

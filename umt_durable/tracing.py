@@ -15,9 +15,12 @@ from contextvars import ContextVar
 from importlib import import_module
 from typing import Final, Protocol
 
+from umt_durable import texts
+
 logger = logging.getLogger(__name__)
 
-CARRIER: Final = ("traceparent", "tracestate", "baggage", "sentry-trace")
+BAGGAGE: Final = "baggage"
+CARRIER: Final = ("traceparent", "tracestate", BAGGAGE, "sentry-trace")
 """The headers of a message that say which trace it belongs to: W3C's, and Sentry's own."""
 
 NESTED: Final = "headers"
@@ -41,6 +44,9 @@ class Tracer(Protocol):
 
     def inject(self, headers: MutableMapping[str, object]) -> None:
         """Add the current trace to the headers of a message that names none."""
+
+    def current(self) -> Mapping[str, str]:
+        """Return the carrier of the current trace; an empty one where there is none."""
 
     def continued(self, headers: Mapping[str, object], *, outermost: bool) -> AbstractContextManager[None]:
         """Go on with the trace that headers name; `outermost`: only where no trace is current."""
@@ -77,6 +83,16 @@ def inject(headers: MutableMapping[str, object]) -> None:
         tracer.inject(headers)
 
 
+def current() -> dict[str, str]:
+    """Return the carrier of the current trace, for who publishes later; an empty one where there is none."""
+    found: dict[str, str] = {}
+    for tracer in tracers():
+        for name, value in tracer.current().items():
+            # Each tracer reads its own entries of a baggage, and passes the others on.
+            found[name] = f"{found[name]},{value}" if name == BAGGAGE and name in found else value
+    return {name: value for name, value in found.items() if texts.is_storable(value)}
+
+
 def continued(headers: Mapping[str, object], *, outermost: bool = False) -> AbstractContextManager[None]:
     """Go on with the trace that headers name; `outermost`: only where no trace is current."""
     return _each([tracer.continued(headers, outermost=outermost) for tracer in tracers()])
@@ -101,22 +117,34 @@ def _all(contexts: list[AbstractContextManager[None]]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def on_behalf_of(headers: Mapping[str, object]) -> Iterator[None]:
+def on_behalf_of(headers: Mapping[str, object]) -> AbstractContextManager[None]:
     """Publish for a run outside its body: in its trace, and with its carrier where no tracer here writes another."""
     carrier = {name: headers[name] for name in CARRIER if name in headers}
-    token = _carried.set(carrier or None)
+    return _publishing(carrier, headers) if carrier else _NOTHING
+
+
+def in_trace_of(carrier: Mapping[str, str] | None) -> AbstractContextManager[None]:
+    """Publish what somebody kept in the outbox: in his trace, and with his carrier where no tracer here writes another.
+
+    Shape: `carrier` is what `current` gave him.
+    """
+    return _publishing(carrier, carrier) if carrier else _NOTHING
+
+
+@contextmanager
+def _publishing(carrier: Mapping[str, object], headers: Mapping[str, object]) -> Iterator[None]:
+    token = _carried.set(carrier)
     try:
-        with continued(headers) if carrier else _NOTHING:
+        with continued(headers):
             yield
     finally:
         _carried.reset(token)
 
 
 def carry(headers: MutableMapping[str, object]) -> None:
-    """Add the carrier of the run on whose behalf is published, where the headers of a message have none."""
+    """Add the carrier of whom is published for, where the headers of a message have none."""
     carrier = _carried.get()
-    if carrier is None or any(name in headers for name in CARRIER):
+    if carrier is None or any(name in headers for name in (*CARRIER, *carrier)):
         return
     headers.update(carrier)
     if "sentry-trace" in carrier:

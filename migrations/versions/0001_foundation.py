@@ -239,7 +239,12 @@ CREATE TABLE {schema}.outbox_event (
     reason          text,
     idempotency_key text,
     created_at      timestamptz NOT NULL DEFAULT {schema}.now(),
-    published_at    timestamptz
+    published_at    timestamptz,
+    trace           jsonb,
+    step            text,
+    once            boolean NOT NULL DEFAULT false,
+    leaving_at      timestamptz,
+    CONSTRAINT outbox_event_step_of_run CHECK (step IS NULL OR run IS NOT NULL)
 ) WITH (autovacuum_vacuum_scale_factor = 0.01);
 CREATE INDEX outbox_event_due ON {schema}.outbox_event (priority DESC, next_attempt_at, id) WHERE status = 'pending';
 CREATE INDEX outbox_event_dead ON {schema}.outbox_event (created_at, id) WHERE status = 'dead';
@@ -365,7 +370,7 @@ $$;
 
 -- A user's event. One of a type and key: its id is derived from them, so that the primary key decides. Without a key it
 -- is the event of its id. `existing` gives the earlier event, `conflict` too, but that one has another payload.
-CREATE FUNCTION {schema}.emit_event(p_type text, p_payload bytea, p_key text, p_event uuid,
+CREATE FUNCTION {schema}.emit_event(p_type text, p_payload bytea, p_key text, p_event uuid, p_trace jsonb,
     OUT event uuid, OUT outcome text)
     LANGUAGE plpgsql AS $$
 DECLARE
@@ -377,8 +382,8 @@ BEGIN
     END IF;
     event := CASE WHEN p_key IS NULL THEN p_event ELSE encode(substr(sha256(convert_to(
                  jsonb_build_array('event', p_type, p_key)::text, 'UTF8')), 1, 16), 'hex')::uuid END;
-    INSERT INTO {schema}.outbox_event AS o (id, type, payload, next_attempt_at, idempotency_key)
-        VALUES (event, p_type, p_payload, {schema}.now(), coalesce(p_key, 'outbox:' || event))
+    INSERT INTO {schema}.outbox_event AS o (id, type, payload, next_attempt_at, idempotency_key, trace)
+        VALUES (event, p_type, p_payload, {schema}.now(), coalesce(p_key, 'outbox:' || event), p_trace)
         ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING;
     outcome := 'created';
     IF NOT FOUND THEN
@@ -394,7 +399,7 @@ CREATE FUNCTION {schema}.emit_outbox(p_type text, p_payload jsonb, p_key text DE
 DECLARE
     made record;
 BEGIN
-    made := {schema}.emit_event(p_type, convert_to(p_payload::text, 'UTF8'), p_key, gen_random_uuid());
+    made := {schema}.emit_event(p_type, convert_to(p_payload::text, 'UTF8'), p_key, gen_random_uuid(), NULL);
     IF made.outcome = 'conflict' THEN
         RAISE EXCEPTION 'the idempotency key % of events % was used with another payload', quote_literal(p_key),
             quote_literal(p_type) USING ERRCODE = 'unique_violation';
@@ -403,13 +408,13 @@ BEGIN
 END $$;
 
 -- A message of ordinary Celery tasks, published when it is due. False where this id is there already.
-CREATE FUNCTION {schema}.keep_message(p_id uuid, p_payload bytea, p_due timestamptz, p_delay interval)
+CREATE FUNCTION {schema}.keep_message(p_id uuid, p_payload bytea, p_due timestamptz, p_delay interval, p_trace jsonb)
     RETURNS boolean LANGUAGE plpgsql AS $$
 DECLARE
     at timestamptz := {schema}.now();
 BEGIN
-    INSERT INTO {schema}.outbox_event (id, type, payload, next_attempt_at, created_at)
-        VALUES (p_id, 'celery', p_payload, greatest(at, coalesce(p_due, at + p_delay)), at)
+    INSERT INTO {schema}.outbox_event (id, type, payload, next_attempt_at, created_at, trace)
+        VALUES (p_id, 'celery', p_payload, greatest(at, coalesce(p_due, at + p_delay)), at, p_trace)
         ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING;
     RETURN FOUND;
 END $$;

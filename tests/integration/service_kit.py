@@ -212,6 +212,7 @@ class Report:
     confirmed: frozenset[UUID]
     refused: dict[UUID, str]
     hopeless: dict[UUID, str] = field(default_factory=dict)
+    doubtful: frozenset[UUID] = frozenset()
 
 
 @dataclass

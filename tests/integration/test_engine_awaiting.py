@@ -2,95 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
-from uuid import UUID
 
 import pytest
 
+from tests.integration.awaiting_kit import TIMEOUT, Play, make_play  # noqa: F401  a fixture
 from tests.support.clock import Clock
-from tests.support.engine import Engine, RecordingReporter
+from tests.support.engine import Engine
 from tests.support.proxy import Proxy
 from umt_durable import Done, NotDone, StepFailedError, StepTimeoutError, TaskInfo, Unknown, UnknownStepError
 from umt_durable.database import Connection, Database
-from umt_durable.engine.answers import Answer, Place, bring
-from umt_durable.engine.context import TaskContext
+from umt_durable.engine.answers import Answer
 from umt_durable.engine.failures import capture
-from umt_durable.engine.outcomes import Dropped, Finished, Outcome, Parked
-from umt_durable.engine.reporting import Described, Message
-from umt_durable.errors import DefinitionError
+from umt_durable.engine.outcomes import Dropped, Finished, Parked
+from umt_durable.engine.reporting import Message
+from umt_durable.errors import DefinitionError, InputError
 from umt_durable.settings import Settings
 from umt_durable.states import RunState, WaitState
 from umt_durable.store import outbox, waits
-
-TIMEOUT = timedelta(minutes=4)
-
-
-class Outside:
-    """The ordinary tasks of a queue that is not there: it keeps what is sent, and says what the test lets it know."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[Any, Place, UUID]] = []
-        self.known: Answer | None = None
-        self.looks = 0
-
-    def describe(self, signature: Any, step: str) -> Described:
-        """Take any value as a signature."""
-        return Described(str(signature), (signature,), False)
-
-    def pack(self, signature: Any, place: Place, token: UUID, queue: str | None) -> Message:
-        """Keep what is to be sent."""
-        self.sent.append((signature, place, token))
-        return Message(b"{}")
-
-    def look(self, task_id: str) -> Answer | None:
-        """Say what the test knows."""
-        self.looks += 1
-        return self.known
-
-
-class Play:
-    """One run of a task that awaits another, delivered as often as the test wants."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.outside = engine, Outside()
-        self.options: dict[str, Any] = {}
-        self.signature = "print"
-        self.caught: list[str] = []
-
-        @engine.task("awaits")
-        def awaits(ctx: TaskContext) -> Any:
-            try:
-                return ctx.step.task("label", self.signature, **self.options)
-            except Exception as error:
-                self.caught.append(f"{type(error).__name__}: {error}")
-                raise
-
-        self.run = engine.start("awaits")
-
-    def deliver(self) -> Outcome:
-        """Deliver a hint of the run."""
-        return self.engine.process().deliver(self.run, "awaits", reporter=RecordingReporter(ordinary=self.outside))
-
-    def bring(self, answer: Answer, token: str | None = None) -> bool:
-        """Bring an answer as the receivers do."""
-        _, place, own = self.outside.sent[0]
-        said = own.hex if token is None else token
-        return bring(self.engine.database, self.engine.settings, place, token=said, answer=answer, by="receiver")
-
-    def pass_time(self, clock: Clock, *, seconds: float) -> None:
-        """Let time pass, and wake what is due."""
-        clock.advance(seconds=seconds)
-        self.engine.timers()
-
-
-@pytest.fixture
-def play(database: Database, settings: Settings) -> Iterator[Play]:
-    """Return a run on an engine."""
-    engine = Engine(database, settings)
-    yield Play(engine)
-    engine.close()
 
 
 def _messages(conn: Connection) -> int:
@@ -137,7 +67,7 @@ def test_answers_without_the_token_are_refused(play: Play, conn: Connection, tok
     assert waits.unanswered(conn, play.engine.client.get(play.run).no)
 
 
-@pytest.mark.parametrize("statement", ["send_step", "await_answer", "keep_message", "COMMIT"])
+@pytest.mark.parametrize("statement", ["send_step", "await_answer", "keep_step_message", "COMMIT"])
 def test_i24_a_lost_reply_sends_no_second_message(
     proxied_url: str,
     database_proxy: Proxy,
@@ -195,9 +125,10 @@ def test_a_lost_message_of_an_idempotent_task_is_sent_again_under_the_same_token
     assert play.outside.looks == 1
 
 
-def test_at_the_time_out_the_result_backend_is_asked_once(play: Play, clock: Clock) -> None:
+def test_at_the_time_out_the_result_backend_is_asked_once(play: Play, conn: Connection, clock: Clock) -> None:
     play.options = {"timeout": TIMEOUT}
     play.deliver()
+    _take_message(conn, play)
     play.outside.known = Answer("seen")
     play.pass_time(clock, seconds=241)
     outcome = play.deliver()
@@ -207,9 +138,12 @@ def test_at_the_time_out_the_result_backend_is_asked_once(play: Play, clock: Clo
 
 
 @pytest.mark.parametrize("how", ["answer", "result", "error"])
-def test_without_an_answer_a_person_decides_or_the_late_answer(play: Play, clock: Clock, how: str) -> None:
+def test_without_an_answer_a_person_decides_or_the_late_answer(
+    play: Play, conn: Connection, clock: Clock, how: str
+) -> None:
     play.options = {"timeout": TIMEOUT}
     play.deliver()
+    _take_message(conn, play)
     play.pass_time(clock, seconds=241)
     assert isinstance(play.deliver(), Parked)
     found = play.engine.client.get(play.run)
@@ -217,6 +151,8 @@ def test_without_an_answer_a_person_decides_or_the_late_answer(play: Play, clock
     kept = play.engine.client.failure(found)
     assert kept is not None
     assert kept.type == "UncertainStepError"
+    assert f"`umt-durable resolve {play.run} label --result JSON`" in kept.message
+    assert f"`umt-durable resolve {play.run} label --error TEXT`" in kept.message
 
     match how:
         case "answer":
@@ -240,7 +176,7 @@ def test_without_an_answer_a_person_decides_or_the_late_answer(play: Play, clock
 
 
 @pytest.mark.parametrize(("verdict", "ends"), [(Done("found"), "found"), (NotDone(), "timeout"), (Unknown(), "parked")])
-def test_reconcile_decides_at_the_time_out(play: Play, clock: Clock, verdict: Any, ends: str) -> None:
+def test_reconcile_decides_at_the_time_out(play: Play, conn: Connection, clock: Clock, verdict: Any, ends: str) -> None:
     told: list[Any] = []
 
     def reconcile(info: TaskInfo) -> Any:
@@ -249,6 +185,7 @@ def test_reconcile_decides_at_the_time_out(play: Play, clock: Clock, verdict: An
 
     play.options = {"timeout": TIMEOUT, "reconcile": reconcile}
     play.deliver()
+    _take_message(conn, play)
     play.pass_time(clock, seconds=241)
     outcome = play.deliver()
 
@@ -266,9 +203,10 @@ def test_reconcile_decides_at_the_time_out(play: Play, clock: Clock, verdict: An
             assert play.engine.state(play.run) is RunState.QUARANTINED
 
 
-def test_an_answer_while_the_run_is_left_to_a_person_is_not_missed(play: Play, clock: Clock) -> None:
+def test_an_answer_while_the_run_is_left_to_a_person_is_not_missed(play: Play, conn: Connection, clock: Clock) -> None:
     play.options = {"timeout": TIMEOUT, "reconcile": lambda info: play.bring(Answer("just now")) and Unknown()}
     play.deliver()
+    _take_message(conn, play)
     play.pass_time(clock, seconds=241)
     assert isinstance(play.deliver(), Dropped)
     assert play.engine.state(play.run) is RunState.READY
@@ -310,3 +248,29 @@ def test_i11_a_cancel_before_the_message_is_written_sends_nothing(play: Play, co
     assert isinstance(outcome, Finished)
     assert outcome.state is RunState.CANCELLED
     assert _messages(conn) == 0
+
+
+def test_arguments_that_the_task_does_not_take_are_refused_before_anything_is_written(
+    play: Play, conn: Connection
+) -> None:
+    play.outside.refused = "print"
+
+    outcome = play.deliver()
+
+    assert isinstance(outcome, Finished)
+    assert isinstance(outcome.error, InputError)
+    assert str(outcome.error) == "step 'label': arguments of print refused: order: missing"
+    assert _messages(conn) == 0
+    history = play.engine.client.history(play.run)
+    assert (history.steps, history.waits) == ([], [])
+
+
+def test_what_was_sent_is_not_refused_by_code_that_has_changed(play: Play) -> None:
+    play.deliver()
+    play.outside.refused = "print"
+    play.bring(Answer(1))
+
+    outcome = play.deliver()
+
+    assert isinstance(outcome, Finished)
+    assert outcome.value == 1

@@ -263,3 +263,48 @@ def test_confirms_of_kombu_that_the_app_asks_for_are_not_used_twice(rabbit_url: 
 
     with publishing(app) as publisher:
         assert len(publisher.publish(rows(queue, 100)).confirmed) == 100
+
+
+# -- messages that may leave once --------------------------------------------------------------------------------------
+
+
+def test_a_channel_that_closes_sends_nothing_twice_that_may_leave_once(rabbit_url: str, queue: str) -> None:
+    exchange = Exchange("short-lived-once", type="topic", durable=False)
+    app = app_for(rabbit_url, task_queues=[Queue(queue, Exchange(queue), queue)])
+
+    with talking(app) as channel, publishing(app) as publisher:
+        exchange(channel).declare()
+        Queue("bound-once", exchange, "k", durable=False)(channel).declare()
+        bad = row(queue, exchange="short-lived-once", routing_key="k", once=True)
+        assert len(publisher.publish([row(queue, exchange="short-lived-once", routing_key="k")]).confirmed) == 1
+        channel.exchange_delete("short-lived-once")
+        good = rows(queue, 40, once=True)
+
+        report = publisher.publish([*good[:20], bad, *good[20:]])
+
+        assert report.confirmed == {item.key for item in good}
+        assert report.refused.keys() == {bad.key}
+        assert report.doubtful == frozenset()
+        assert ids(drain(app, queue)) == [str(number) for number in range(40)]
+
+
+def test_no_message_is_in_doubt_while_the_broker_reads_none_for_lack_of_memory(
+    rabbit_broker: RabbitBroker, queue: str
+) -> None:
+    app = app_for(rabbit_broker.url, task_queues=[Queue(queue, Exchange(queue), queue)])
+    control = rabbit_broker.server.control
+    batch = rows(queue, 3, once=True)
+
+    with publishing(app, timeout_seconds=1.0) as publisher:
+        publisher.publish(rows(queue, 1))
+        control("set_vm_memory_high_watermark", "absolute", "1")
+        try:
+            with pytest.raises(BrokerUnavailableError) as alarm:
+                publisher.publish(batch)
+        finally:
+            control("set_vm_memory_high_watermark", "0.6")
+
+    assert (alarm.value.confirmed, alarm.value.doubtful) == (frozenset(), frozenset())
+    with publishing(app) as publisher:
+        assert publisher.publish(batch).confirmed == {item.key for item in batch}
+    assert ids(drain(app, queue)) == ["0", "0", "1", "2"]

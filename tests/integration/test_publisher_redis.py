@@ -140,3 +140,41 @@ def test_priorities_use_the_lists_that_kombu_reads(redis_broker: RedisBroker, qu
         step: int(client_of(redis_broker).llen(f"{queue}\x06\x16{step}" if step else queue)) for step in (0, 3, 6, 9)
     }
     assert lists == {0: 2, 3: 2, 6: 0, 9: 1}
+
+
+# -- messages that may leave once --------------------------------------------------------------------------------------
+
+
+def test_of_messages_that_may_leave_once_one_alone_is_in_doubt_when_the_server_hangs_up(
+    redis_broker: RedisBroker, queue: str
+) -> None:
+    app = app_for(redis_broker.url)
+    good, bad = rows(queue, 3, once=True), row(queue, body=b"x" * 2_000_000, once=True)
+
+    with publishing(app) as publisher:
+        publisher.publish(rows(queue, 1))
+        with configured(redis_broker, "client-query-buffer-limit", str(1024 * 1024)):
+            with pytest.raises(BrokerUnavailableError) as outage:
+                publisher.publish([good[0], bad, good[1], good[2]])
+
+    assert outage.value.confirmed == {good[0].key}
+    assert outage.value.doubtful == {bad.key}
+    assert ids(drain(app, queue)) == ["0", "0"]
+
+
+def test_no_message_is_in_doubt_when_the_server_is_away_or_says_that_it_takes_none(
+    redis_broker: RedisBroker, queue: str
+) -> None:
+    batch = rows(queue, 3, once=True)
+
+    with publishing(app_for(redis_broker.url)) as publisher:
+        publisher.publish(rows(queue, 1))
+        with configured(redis_broker, "maxmemory", "1"), pytest.raises(BrokerUnavailableError) as full:
+            publisher.publish(batch)
+        redis_broker.stop()
+        with pytest.raises(BrokerUnavailableError) as away:
+            publisher.publish(batch)
+        redis_broker.start()
+
+        assert full.value.doubtful == away.value.doubtful == frozenset()
+        assert publisher.publish(batch).confirmed == {item.key for item in batch}

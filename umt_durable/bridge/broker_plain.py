@@ -43,6 +43,7 @@ class PlainBroker:
         for row in batch:
             problem = self._routes.problem(row)
             if problem is None:
+                tally.begin(row.key)
                 problem = self._hand_over(row)
             if problem is None:
                 tally.confirm(row.key)

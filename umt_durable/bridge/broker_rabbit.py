@@ -23,7 +23,7 @@ import amqp
 from amqp.exceptions import ChannelError, NotFound
 from amqp.serialization import dumps
 
-from umt_durable.bridge.outgoing import Outgoing, Tally, reason
+from umt_durable.bridge.outgoing import Outgoing, Tally, reason, windows
 from umt_durable.bridge.routes import Routes
 from umt_durable.errors import BrokerUnavailableError
 
@@ -136,6 +136,7 @@ class Confirms:
         """Send one message and await nothing; its outcome will be noted in the tally."""
         self._tag += 1
         self._open[self._tag] = (row, str(message.properties["message_id"]), tally)
+        tally.begin(row.key)
         self.channel.basic_publish(message, exchange=row.exchange, routing_key=row.routing_key, mandatory=True)
 
     @property
@@ -191,10 +192,17 @@ class RabbitBroker:
         return self._connection.connected
 
     def publish(self, batch: Sequence[Outgoing], tally: Tally) -> None:
-        """Send the batch in windows, each awaited; what is in doubt after a closed channel is sent one by one."""
+        """Send the batch in windows, each awaited; what is in doubt after a closed channel is sent one by one.
+
+        A message that may leave once has a window of its own: the channel is then closed for it, or not at all.
+        """
         self._routes.begin_batch()
-        for start in range(0, len(batch), WINDOW):
-            rows = [row for row in batch[start : start + WINDOW] if self._has_route(row, tally)]
+        proven = False
+        for window in windows(batch, WINDOW):
+            rows = [row for row in window if self._has_route(row, tally)]
+            if rows and rows[0].once and not proven:
+                self._prove()
+                proven = True
             try:
                 self._send(rows, tally)
             except ChannelError:
@@ -226,6 +234,18 @@ class RabbitBroker:
                     f"messages not confirmed: {confirms.waiting}, in {self._timeout_seconds:g} s"
                 )
             self._connection.drain_events(timeout=left)
+
+    def _prove(self) -> None:
+        """See that the broker takes messages: under a memory alarm it reads none, and all that are sent are in doubt.
+
+        The message for it leads to no queue, so it comes back and leaves nothing.
+        Errors: BrokerUnavailableError when it does not answer in time.
+        """
+        probe = Outgoing(uuid4(), "", f"umt.probe.{uuid4().hex}", None, b"", "text/plain", "utf-8", {}, {})
+        try:
+            self._send([probe], Tally())
+        except ChannelError:  # this user may not write to the default exchange
+            self._drop_channel()
 
     def _send_alone(self, row: Outgoing, tally: Tally) -> None:
         try:

@@ -17,7 +17,7 @@ from uuid import UUID
 import redis
 from redis import exceptions
 
-from umt_durable.bridge.outgoing import MOST_URGENT, Outgoing, Tally, reason
+from umt_durable.bridge.outgoing import MOST_URGENT, Outgoing, Tally, reason, windows
 from umt_durable.bridge.routes import Routes
 from umt_durable.errors import BrokerUnavailableError
 
@@ -94,9 +94,8 @@ class RedisBroker:
     def publish(self, batch: Sequence[Outgoing], tally: Tally) -> None:
         """Send the batch in round trips of PER_ROUND_TRIP messages."""
         self._routes.begin_batch()
-        for start in range(0, len(batch), PER_ROUND_TRIP):
-            rows = batch[start : start + PER_ROUND_TRIP]
-            self._push([routed for row in rows for routed in self._route(row, tally)], tally)
+        for rows in windows(batch, PER_ROUND_TRIP):
+            self._push([routed for row in rows for routed in self._route(row, tally)], tally, once=rows[0].once)
 
     def _route(self, row: Outgoing, tally: Tally) -> Iterator[Commands]:
         """Give the commands of one message, or refuse it and give none."""
@@ -131,12 +130,16 @@ class RedisBroker:
             properties=row.basic_properties(),
         )
 
-    def _push(self, messages: Sequence[Commands], tally: Tally) -> None:
+    def _push(self, messages: Sequence[Commands], tally: Tally, *, once: bool) -> None:
         """Send the commands of these messages in one round trip, and settle each by its own replies."""
         if not messages:
             return
         with self._channel._create_client().pipeline(transaction=False) as pipeline:
+            if once:
+                # On the connection that will be used: a server that is away is then found before anything is in doubt.
+                pipeline.immediate_execute_command("PING")  # type: ignore[no-untyped-call]  # redis-py has no types here
             for message in messages:
+                tally.begin(message.key)
                 for name, args in message.found:
                     getattr(pipeline, name)(*args)
             replies = iter(pipeline.execute(raise_on_error=False))
@@ -147,6 +150,8 @@ class RedisBroker:
                 tally.confirm(message.key)
             elif any(speaks_of_the_server(error) for error in errors):
                 trouble = reason(errors[0])
+                if len(errors) == len(message.found):
+                    tally.take_back(message.key)
             else:
                 tally.refuse(message.key, f"refused by the broker: {reason(errors[0])}")
         if trouble is not None:

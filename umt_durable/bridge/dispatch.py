@@ -42,24 +42,38 @@ _AWAY = (OSError, OperationalError, BackendError, *_redis_errors())
 
 @dataclass(slots=True)
 class _Tally:
-    """What became of the rows of a batch; `parts` are the messages of a row that is several."""
+    """What became of the rows of a batch; `parts` are the messages of a row that is several, `once` those rows that may
+    not leave twice.
+    """
 
     confirmed: set[UUID] = field(default_factory=set)
     refused: dict[UUID, str] = field(default_factory=dict)
     hopeless: dict[UUID, str] = field(default_factory=dict)
     parts: dict[UUID, list[UUID]] = field(default_factory=dict)
+    once: set[UUID] = field(default_factory=set)
+    doubtful: set[UUID] = field(default_factory=set)
 
-    def settle(self, confirmed: Collection[UUID], refused: Mapping[UUID, str]) -> None:
-        """Take what became of the messages: a row has left when all of its messages have."""
+    def settle(self, confirmed: Collection[UUID], refused: Mapping[UUID, str], doubtful: Collection[UUID] = ()) -> None:
+        """Take what became of the messages: a row has left when all of its messages have.
+
+        One that may not leave twice is in doubt when a part of it is, or when parts of it have left and others have
+        not: none of them can be sent again.
+        """
         inner = {part for parts in self.parts.values() for part in parts}
         self.confirmed |= set(confirmed) - inner
         self.refused |= {key: why for key, why in refused.items() if key not in inner}
         for row, parts in self.parts.items():
             problem = next((refused[part] for part in parts if part in refused), None)
-            if problem is not None:
+            left = [part for part in parts if part in confirmed]
+            doubt = any(part in doubtful for part in parts)
+            if row in self.once and (doubt or 0 < len(left) < len(parts)):
+                self.doubtful.add(row)
+            elif problem is not None:
                 self.refused[row] = problem
-            elif all(part in confirmed for part in parts):
+            elif len(left) == len(parts):
                 self.confirmed.add(row)
+            elif doubt:
+                self.doubtful.add(row)
 
 
 def _is_errback(entry: OutboxEntry, run: FinishedRun) -> bool:
@@ -82,7 +96,7 @@ class CeleryDispatcher:
     ) -> Report:
         """Publish a batch and say what became of each row; a result that meets a backend that is away stays in neither.
 
-        Errors: BrokerUnavailableError when the broker takes nothing, with what it had confirmed.
+        Errors: BrokerUnavailableError when the broker takes nothing, with what it had confirmed or is in doubt.
         """
         tally = _Tally()
         unstored: set[int] = set()
@@ -100,10 +114,10 @@ class CeleryDispatcher:
         try:
             sent = self._publisher.publish(batch) if batch else Report(frozenset(), {})
         except BrokerUnavailableError as error:
-            tally.settle(error.confirmed, {})
-            raise BrokerUnavailableError(str(error), tally.confirmed) from error
-        tally.settle(sent.confirmed, sent.refused)
-        return Report(frozenset(tally.confirmed), tally.refused, tally.hopeless)
+            tally.settle(error.confirmed, {}, error.doubtful)
+            raise BrokerUnavailableError(str(error), tally.confirmed, tally.doubtful) from error
+        tally.settle(sent.confirmed, sent.refused, sent.doubtful)
+        return Report(frozenset(tally.confirmed), tally.refused, tally.hopeless, frozenset(tally.doubtful))
 
     def _deliver(self, tally: _Tally, entry: OutboxEntry, run: FinishedRun) -> bool:
         try:
@@ -121,9 +135,14 @@ class CeleryDispatcher:
         """Make the messages of a row that is no hint; the row is settled when all of them are."""
         try:
             if entry.type == OutboxType.CELERY:
-                found = sending.messages(
-                    self._durable.app, entry.id, bytes(entry.payload or b""), age_seconds=entry.age_seconds
-                )
+                with tracing.in_trace_of(entry.trace):
+                    found = sending.messages(
+                        self._durable.app,
+                        entry.id,
+                        bytes(entry.payload or b""),
+                        age_seconds=entry.age_seconds,
+                        once=entry.once,
+                    )
             else:
                 found = self._durable.outbox.routes.messages(entry)
         except (*_AWAY, DatabaseUnavailableError) as error:
@@ -136,6 +155,8 @@ class CeleryDispatcher:
             tally.refused[entry.id] = reason(error)
             return []
         tally.parts[entry.id] = [message.key for message in found]
+        if entry.once:
+            tally.once.add(entry.id)
         return found
 
     def _hint(self, entry: OutboxEntry) -> Outgoing:

@@ -19,7 +19,7 @@ from celery.canvas import Signature, maybe_signature
 from celery.utils.log import get_logger
 from kombu.exceptions import KombuError
 
-from umt_durable.bridge import sending
+from umt_durable.bridge import calls, sending
 from umt_durable.database import Connection
 from umt_durable.engine import failures
 from umt_durable.engine.answers import PREFIX, Answer, Place, row_of
@@ -71,6 +71,13 @@ class CeleryTasks:
                 raise DefinitionError(f"step {step!r}: {name} is a durable task; await it with step.call")
         task = self._durable.app.tasks.get(signature.task)
         return Described(_label(signature), _identity(signature), bool(getattr(task, "idempotent", False)))
+
+    def check(self, signature: Any, step: str) -> None:
+        """Refuse a signature whose arguments a task that is registered here does not take.
+
+        Errors: InputError naming the step, the task and the argument.
+        """
+        calls.check_all(self._durable.app, signature, step=step)
 
     def pack(self, signature: Any, place: Place, token: UUID, queue: str | None) -> Message:
         """Make the message of a task, with link and errback to the step that awaits it.

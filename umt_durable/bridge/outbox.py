@@ -10,16 +10,14 @@ from uuid import UUID, uuid4
 
 from celery.canvas import Signature, maybe_signature
 
-from umt_durable import codec
-from umt_durable.bridge import enqueuing, sending
+from umt_durable import codec, tracing
+from umt_durable.bridge import calls, enqueuing, sending
 from umt_durable.bridge.outgoing import Outgoing
 from umt_durable.engine.outbox import OutboxClient, check_type
 from umt_durable.errors import DefinitionError, DuplicateOutboxRouteError, InputError, UnknownTaskError
 from umt_durable.records import NewRun, OutboxEntry, OutboxEvent
 
 if TYPE_CHECKING:
-    from celery import Celery
-
     from umt_durable.bridge.durable import Durable
 
 T = TypeVar("T")
@@ -85,7 +83,7 @@ class Outbox:
         if type(wanted) is Signature and self._durable.has_task(wanted.task):
             return wanted.apply_async(**named, conn=conn)
         if type(wanted) is Signature:
-            _check_arguments(app, wanted.task, wanted.args, wanted.kwargs)
+            calls.check(app, wanted.task, wanted.args, wanted.kwargs)
         id = uuid4()
         kept = sending.pack(app, wanted, id, task_id=task_id)
         enqueuing.prepare_reply(app, wanted.options)
@@ -144,9 +142,10 @@ class Routes:
             return None
         args, kwargs = _arguments(route, event)
         task = self._durable.app.tasks[route.task]
-        run = enqueuing.run_of(
-            lambda: task.apply_async(args, kwargs, task_id=sending.derive(event.id), idempotency_key=event.key)
-        )
+        with tracing.in_trace_of(event.trace):
+            run = enqueuing.run_of(
+                lambda: task.apply_async(args, kwargs, task_id=sending.derive(event.id), idempotency_key=event.key)
+            )
         if run is None:
             raise UnknownTaskError(route.task, self._durable.tasks.declared())
         return run
@@ -161,24 +160,10 @@ class Routes:
             raise UnknownTaskError(f"for events of type {event.type}")
         args, kwargs = _arguments(route, event)
         app = self._durable.app
-        _check_arguments(app, route.task, args, kwargs)
-        with sending.collecting(app, event.id) as found:
+        calls.check(app, route.task, args, kwargs)
+        with tracing.in_trace_of(event.trace), sending.collecting(app, event.id) as found:
             app.signature(route.task, args=args, kwargs=kwargs).apply_async(task_id=sending.derive(event.id))
         return found
-
-
-def _check_arguments(app: Celery, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse what Celery would refuse for a task that is registered here, before anything is kept.
-
-    Errors: InputError.
-    """
-    task = app.tasks.get(name)
-    if task is None or not task.typing:
-        return
-    try:
-        task.__header__(*args, **kwargs)
-    except TypeError as error:
-        raise InputError(name, [("arguments", str(error))]) from None
 
 
 def _arguments(route: Route, event: OutboxEntry) -> tuple[Sequence[Any], Mapping[str, Any]]:

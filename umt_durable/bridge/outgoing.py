@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from uuid import UUID
@@ -18,6 +18,7 @@ class Outgoing:
     """One message that is ready to leave.
 
     Shape: `queue` is declared before the message is sent, when set; `properties` are AMQP's, by their names there.
+    `once`: it is handed to the broker at most once, and alone, so that little is in doubt when the broker fails.
     Units: `priority` is 0 to 9 and higher is sooner, on every broker; `expiration` is milliseconds when it is text,
     seconds when it is a number.
     """
@@ -31,6 +32,7 @@ class Outgoing:
     content_encoding: str
     headers: Mapping[str, object]
     properties: Mapping[str, object]
+    once: bool = False
 
     @property
     def priority(self) -> int | None:
@@ -55,12 +57,14 @@ class Report:
     """What became of a batch.
 
     Shape: `confirmed` was taken by the broker; `refused` gives the reason for each row that cannot be sent as it is,
-    `hopeless` for each that never can. No row of the batch is in two of them.
+    `hopeless` for each that never can. No row of the batch is in two of them. `doubtful` were handed over, at least in
+    part, and it is not known whether they arrived.
     """
 
     confirmed: frozenset[UUID]
     refused: Mapping[UUID, str]
     hopeless: Mapping[UUID, str] = field(default_factory=dict)
+    doubtful: frozenset[UUID] = frozenset()
 
 
 @dataclass(slots=True)
@@ -69,6 +73,20 @@ class Tally:
 
     confirmed: set[UUID] = field(default_factory=set)
     refused: dict[UUID, str] = field(default_factory=dict)
+    begun: set[UUID] = field(default_factory=set)
+
+    @property
+    def doubtful(self) -> frozenset[UUID]:
+        """The messages that were handed over, and of which the broker has said nothing."""
+        return frozenset(key for key in self.begun if not self.is_settled(key))
+
+    def begin(self, key: UUID) -> None:
+        """Note that this message is about to be handed over: from now on it may arrive."""
+        self.begun.add(key)
+
+    def take_back(self, key: UUID) -> None:
+        """Note that the broker has said that it did not take this message, through no fault of the message."""
+        self.begun.discard(key)
 
     def confirm(self, key: UUID) -> None:
         """Note that the broker has this message."""
@@ -84,7 +102,7 @@ class Tally:
 
     def report(self) -> Report:
         """Give the finished report."""
-        return Report(frozenset(self.confirmed), dict(self.refused))
+        return Report(frozenset(self.confirmed), dict(self.refused), doubtful=self.doubtful)
 
 
 class Broker(Protocol):
@@ -111,6 +129,16 @@ class Broker(Protocol):
 
     def put(self, marker: str) -> None:
         """Put the marker of that name there, unless it is there already."""
+
+
+def windows(batch: Sequence[Outgoing], size: int) -> Iterator[Sequence[Outgoing]]:
+    """Give a batch in parts of at most `size` messages; each that may leave once alone, after the others."""
+    many = [row for row in batch if not row.once]
+    for start in range(0, len(many), size):
+        yield many[start : start + size]
+    for row in batch:
+        if row.once:
+            yield [row]
 
 
 def reason(error: BaseException) -> str:

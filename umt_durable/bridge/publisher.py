@@ -52,7 +52,8 @@ class Publisher:
 
         A row that was under way when the broker hung up is sent alone, after the others, the next time it comes: if it
         is the one that makes the broker hang up then it is refused, and does not hold the others back for ever.
-        Errors: BrokerUnavailableError when the broker, not a row, is the trouble; `confirmed` lists what had arrived.
+        Errors: BrokerUnavailableError when the broker, not a row, is the trouble; `confirmed` lists what had arrived,
+        `doubtful` what perhaps had.
         Keeps: a row is confirmed only after the broker took it (RG-15); one bad row stops no other.
         """
         tally = Tally()
@@ -64,7 +65,7 @@ class Publisher:
         except BrokerUnavailableError as error:
             if isinstance(error, _HungUpError):
                 self._suspects = frozenset(row.key for row in batch if not tally.is_settled(row.key))
-            raise BrokerUnavailableError(str(error), tally.confirmed) from error
+            raise BrokerUnavailableError(str(error), tally.confirmed, tally.doubtful) from error
         self._suspects -= {row.key for row in batch}
         return tally.report()
 
@@ -105,7 +106,8 @@ class Publisher:
             self._ask(lambda broker: broker.publish([row], tally))
         except _HungUpError as error:
             self._connected()  # if this fails, then it was the broker and not the message
-            tally.refuse(row.key, f"the connection is lost when this message is sent: {error}")
+            if not row.once or row.key not in tally.begun:
+                tally.refuse(row.key, f"the connection is lost when this message is sent: {error}")
 
     def _ask(self, question: Callable[[Broker], Answer]) -> Answer:
         """Put a question to the broker; a connection that failed is not used again."""

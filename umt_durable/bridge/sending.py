@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID, uuid5
@@ -88,9 +88,10 @@ def pack(app: Celery, signature: Signature, id: UUID, *, task_id: str | None = N
     return Kept(payload, signatures.of(app, copy), due, delay)
 
 
-def messages(app: Celery, id: UUID, payload: bytes, *, age_seconds: float) -> list[Outgoing]:
+def messages(app: Celery, id: UUID, payload: bytes, *, age_seconds: float, once: bool = False) -> list[Outgoing]:
     """Give the messages of a signature that row `id` keeps. Runs of durable tasks in it are committed on the way.
 
+    Shape: `once` goes into each of them.
     Units: `age_seconds` is how long ago it was sent, which shortens the time until it expires.
     Errors: DecodingError for a payload that is no signature; whatever Celery raises.
     """
@@ -100,7 +101,7 @@ def messages(app: Celery, id: UUID, payload: bytes, *, age_seconds: float) -> li
         signature.options["expires"] = max(0.0, expires - age_seconds)
     with collecting(app, id) as found, without_subscriptions(app):
         signature.apply_async(add_to_parent=False)
-    return found
+    return [replace(message, once=True) for message in found] if once else found
 
 
 def result_of(app: Celery, kept: Kept) -> Any:

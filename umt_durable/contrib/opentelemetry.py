@@ -29,12 +29,16 @@ class OpenTelemetry:
 
     def inject(self, headers: MutableMapping[str, object]) -> None:
         """Add the current trace, as the application's propagators write it, unless the headers have one."""
-        if not _is_current():
-            return
-        carrier: dict[str, str] = {}
-        propagate.inject(carrier)
+        carrier = self.current()
         if not any(name in headers for name in carrier):
             headers.update(carrier)
+
+    def current(self) -> Mapping[str, str]:
+        """Return the carrier of the current trace, as the application's propagators write it."""
+        carrier: dict[str, str] = {}
+        if _is_current():
+            propagate.inject(carrier)
+        return carrier
 
     @contextmanager
     def continued(self, headers: Mapping[str, object], *, outermost: bool) -> Iterator[None]:

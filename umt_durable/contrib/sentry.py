@@ -26,6 +26,14 @@ class Sentry:
     def inject(self, headers: MutableMapping[str, object]) -> None:
         """Add nothing: Sentry has changed `apply_async` and `send_task`, and has added its headers."""
 
+    def current(self) -> Mapping[str, str]:
+        """Return the headers that Sentry's Celery integration gives to what is called now, if it is to give any."""
+        integration = sentry_sdk.get_client().get_integration(INTEGRATION)
+        if not getattr(integration, "propagate_traces", True):
+            return {}
+        headers = {"sentry-trace": sentry_sdk.get_traceparent(), "baggage": sentry_sdk.get_baggage()}
+        return {name: value for name, value in headers.items() if value}
+
     @contextmanager
     def continued(self, headers: Mapping[str, object], *, outermost: bool) -> Iterator[None]:
         """Go on with the trace that headers name. A delivery is Sentry's own business: it has begun one."""

@@ -1,7 +1,8 @@
 """Steps whose work is an ordinary Celery task: sent once through the outbox, awaited without holding a worker.
 
 Step, wait and message are written in one fenced transaction. The task's end comes back as a fact at an address of this
-step; what the fact says is recorded as the step's outcome.
+step; what the fact says is recorded as the step's outcome. The message belongs to the step: it leaves only while that
+waits, and twice only if the task is idempotent.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from uuid import UUID, uuid4
 
-from umt_durable import codec, telemetry
+from umt_durable import codec, telemetry, tracing
 from umt_durable.engine import failures
 from umt_durable.engine.answers import Answer, Place
 from umt_durable.engine.effects import Done, NotDone, Reconciled, Unknown
@@ -22,7 +23,7 @@ from umt_durable.engine.recording import Recorder
 from umt_durable.engine.reporting import Described, Message
 from umt_durable.errors import DefinitionError, StepTimeoutError, UncertainStepError
 from umt_durable.failpoints import point
-from umt_durable.records import StepEntry, WaitEntry
+from umt_durable.records import StepEntry, StepMessage, WaitEntry
 from umt_durable.states import RunState, StepKind, StepState, WaitState
 from umt_durable.store import journal, outbox, waits
 from umt_durable.store.guard import Guard
@@ -76,6 +77,8 @@ def await_task(the_pass: Pass, recorder: Recorder, call: TaskCall) -> Any:
     if recorded is not None and recorded.state is not StepState.STARTED:
         the_pass.saw(Place(the_pass.run_id, the_pass.nesting, entry.key).wait)
         return recorder.replay(recorded, codec.EMPTY)
+    if recorded is None:  # later the code may have changed, and what was sent stays sent
+        the_pass.reporter.ordinary.check(call.signature, call.name)
     return _Awaiting(the_pass, recorder, call, described, entry).outcome(recorded)
 
 
@@ -138,7 +141,7 @@ class _Awaiting:
                     timeout=self._call.timeout,
                     token=token,
                 )
-                _keep(guard, self._place.row, message)
+                outbox.keep_for_step(guard, message)
                 point("task.send.b")
             return started
 
@@ -160,7 +163,7 @@ class _Awaiting:
             with guard.conn.transaction():
                 started = journal.resend(guard, entry, again=self._call.again(sent + 1))
                 if started is not None and started.granted:
-                    _keep(guard, self._place.row, message)
+                    outbox.keep_for_step(guard, message)
             return started
 
         self._written(resend)
@@ -173,25 +176,64 @@ class _Awaiting:
         if reply.cancel:
             raise Canceled("cancelled")
 
-    def _pack(self, token: UUID) -> Message:
-        return self._pass.reporter.ordinary.pack(self._call.signature, self._place, token, self._pass.queue)
+    def _pack(self, token: UUID) -> StepMessage:
+        made: Message = self._pass.reporter.ordinary.pack(self._call.signature, self._place, token, self._pass.queue)
+        return StepMessage(
+            self._place.row,
+            self._entry.key,
+            made.payload,
+            once=not self._idempotent,
+            due=made.due,
+            delay=made.delay,
+            trace=tracing.current(),
+        )
 
     def _overdue(self, sent: int) -> None:
         """Settle a step whose answer has not come in time, by whatever is known; leave it to a person otherwise."""
+        if self._withdraw(sent):
+            return
         answer = self._pass.reporter.ordinary.look(str(self._place.task_id))
         if answer is None and self._call.reconcile is not None:
             answer = self._reconcile(self._call.reconcile, sent)
         elif answer is None and self._idempotent:
             answer = self._late()
         if answer is None:
-            error = UncertainStepError(self._call.name, self._task, str(self._place.task_id))
-            self._pass.ask_a_person(error, waits=[self._place.wait])
+            self._ask_a_person()
         payload = answer.to_bytes(f"step {self._call.name!r}")
         settle = self._pass.attempt.write(
             lambda guard: waits.settle_by_check(guard, self._place.wait, payload=payload), cancel=bool
         )
         if settle:
             raise Canceled("cancelled")
+
+    def _withdraw(self, sent: int) -> bool:
+        """Take back a message that has not left by the time-out; say whether that settles the step.
+
+        It does if no other was sent: the task is then certainly not executed. Both are one commit, so that a repeat
+        after a lost reply finds what the first one did.
+        """
+        said = f"step {self._call.name!r}: the message of {self._task} did not leave within {self._call.timeout}"
+        answer = Answer(failure=failures.capture(StepTimeoutError(said), step=self._call.name))
+        payload = answer.to_bytes(f"step {self._call.name!r}")
+
+        def withdraw(guard: Guard) -> tuple[bool, bool] | None:
+            with guard.conn.transaction():
+                reply = outbox.withdraw(guard, self._place.row)
+                if reply == (False, True) and sent == 1:
+                    waits.settle_by_check(guard, self._place.wait, payload=payload)
+            return reply
+
+        reply = self._pass.attempt.write(withdraw, cancel=lambda reply: reply is not None and reply[0])
+        assert reply is not None
+        if reply[0]:
+            raise Canceled("cancelled")
+        return self._read().state is not WaitState.PENDING
+
+    def _ask_a_person(self) -> NoReturn:
+        """Leave the run to a person, or to the answer that may still come."""
+        why = "gave no answer in time" if self._call.timeout else "may not have been sent, and its answer does not come"
+        error = UncertainStepError(self._pass.run_id, self._entry.key, self._task, str(self._place.task_id), why)
+        self._pass.ask_a_person(error, waits=[self._place.wait])
 
     def _reconcile(self, reconcile: Callable[[TaskInfo], Reconciled[Any]], sent: int) -> Answer | None:
         self._pass.attempt.prove()  # user code is entered: the run must still be ours, and not cancelled
@@ -221,7 +263,3 @@ class _Awaiting:
         entries = {entry.key: entry for entry in self._pass.attempt.read(lambda guard: waits.of_run(guard.conn, run))}
         self._pass.waits.update(entries)
         return entries[self._place.wait]
-
-
-def _keep(guard: Guard, row: UUID, message: Message) -> None:
-    outbox.keep_message(guard.conn, row, message.payload, due=message.due, delay=message.delay)

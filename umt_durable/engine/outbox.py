@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final, TypeVar
 from uuid import UUID, uuid4
 
-from umt_durable import codec, texts
+from umt_durable import codec, texts, tracing
 from umt_durable.database import Connection
 from umt_durable.engine.client import MAX_PAGE, Access
 from umt_durable.errors import DefinitionError, IdempotencyConflictError, UnknownEventError
@@ -39,7 +39,14 @@ class OutboxClient(Access):
         check_type(type)
         texts.check(f"idempotency_key of event {type!r}", idempotency_key)
         data = codec.encode(payload, codec.EMPTY, where=f"the payload of event {type!r}").data
-        parameters: dict[str, Any] = {"type": type, "payload": data, "key": idempotency_key, "event": uuid4()}
+        trace = outbox.stored_trace(tracing.current())
+        parameters: dict[str, Any] = {
+            "type": type,
+            "payload": data,
+            "key": idempotency_key,
+            "event": uuid4(),
+            "trace": trace,
+        }
         event, outcome = self._write("emit_event", parameters, conn, lambda own: outbox.emit(own, parameters))
         if outcome == "conflict":
             raise IdempotencyConflictError(type, str(idempotency_key), str(event), kind="event")
@@ -52,9 +59,13 @@ class OutboxClient(Access):
 
         Errors: AutocommitError; DatabaseUnavailableError.
         """
-        parameters = outbox.message_parameters(id, payload, due=due, delay=delay)
+        trace = tracing.current()
+        parameters = outbox.message_parameters(id, payload, due=due, delay=delay, trace=trace)
         self._write(
-            "keep_message", parameters, conn, lambda own: (outbox.keep_message(own, id, payload, due=due, delay=delay),)
+            "keep_message",
+            parameters,
+            conn,
+            lambda own: (outbox.keep_message(own, id, payload, due=due, delay=delay, trace=trace),),
         )
 
     def get(self, event: UUID | str) -> OutboxEvent:

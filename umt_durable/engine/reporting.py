@@ -39,6 +39,12 @@ class OrdinaryTasks(Protocol):
         Errors: DefinitionError for what cannot be awaited as a step.
         """
 
+    def check(self, signature: Any, step: str) -> None:
+        """Refuse a signature whose arguments a task that is registered here does not take.
+
+        Errors: InputError naming the step, the task and the argument.
+        """
+
     def pack(self, signature: Any, place: Place, token: UUID, queue: str | None) -> Message:
         """Make the message whose task brings its answer, with the token, to a step; over the run's own queue.
 

@@ -161,13 +161,16 @@ class Steps(WaitSteps, ParallelSteps):
         """Send an ordinary Celery task through the outbox, park until it ends, and give its result.
 
         Shape: `signature` is as from `print_label.s(...)`, or a chain or chord of ordinary tasks; the result is JSON.
-        At the end of `timeout` the result backend is asked once. If it does not know: `reconcile(info)` says `Done`,
+        At the end of `timeout` a message that has not left is taken back, and the step fails with StepTimeoutError; of
+        one that has the result backend is asked once. If it does not know: `reconcile(info)` says `Done`,
         `NotDone` or `Unknown`; an `idempotent` task (default: what its class says) has failed with StepTimeoutError;
         any other leaves the run quarantined as `uncertain_op`, until its answer comes or a person says what it is by
         `durable.resolve_step`. Only an `idempotent` task is sent again as lost, after `resend` and then twice as long
-        each time (default: a quarter of `timeout`, or an hour).
-        Errors: what the task raised, as itself if its class is registered, else StepFailedError; StepTimeoutError;
-        DefinitionError for a durable task (await it with `step.call`) and for a group.
+        each time (default: a quarter of `timeout`, or an hour). The message of any other is published at most once; if
+        nobody knows whether it was, a step without `timeout` is left to a person at once.
+        Errors: InputError for arguments that a task which is registered here does not take, before anything is written;
+        what the task raised, as itself if its class is registered, else StepFailedError; StepTimeoutError;
+        EncodingError; DefinitionError for a durable task (await it with `step.call`) and for a group.
         """
         call = TaskCall(
             name=name, signature=signature, timeout=timeout, reconcile=reconcile, idempotent=idempotent, resend=resend

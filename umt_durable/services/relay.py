@@ -2,7 +2,8 @@
 events start their runs and are kept as dispatched.
 
 Any number of relays run side by side. A claim is committed before anything is published, and a row is deleted only
-after the broker has confirmed it: a crash in between publishes twice, never zero times (I1).
+after the broker has confirmed it: a crash in between publishes twice, never zero times (I1). Messages of awaited tasks
+that are not idempotent are the exception: of those, twice would be once too often (see `awaited`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from umt_durable.database import Connection, Database
 from umt_durable.errors import BrokerUnavailableError
 from umt_durable.records import FinishedRun, OutboxEntry, event_id
 from umt_durable.redaction import redact_text
+from umt_durable.services.awaited import AT_ONCE, BROKER_LEFT, RELAY_DIED, AwaitedMessages
 from umt_durable.services.events import Events, EventStarter
 from umt_durable.services.outage import Outage
 from umt_durable.services.rows import each
@@ -30,6 +32,7 @@ from umt_durable.store import outbox, runs
 
 logger = logging.getLogger(__name__)
 
+REPORTS: Final = (OutboxType.RESULT, OutboxType.CALLBACK)
 BATCH: Final = 100
 HOLD_SECONDS: Final = 15.0
 """How long a claimed row is left to the relay that claimed it."""
@@ -55,6 +58,10 @@ class Report(Protocol):
     def hopeless(self) -> Mapping[UUID, str]:
         """The rows that can never leave as they are, each with its reason."""
 
+    @property
+    def doubtful(self) -> Collection[UUID]:
+        """The rows that were handed over, at least in part, of which it is not known whether they arrived."""
+
 
 class Dispatcher(Protocol):
     """Takes rows where they belong."""
@@ -67,7 +74,8 @@ class Dispatcher(Protocol):
     ) -> Report:
         """Publish hints, results and callbacks of finished runs, and ordinary tasks; each list's first one first.
 
-        Errors: BrokerUnavailableError when the broker, not a row, is the trouble; `confirmed` names what had arrived.
+        Errors: BrokerUnavailableError when the broker, not a row, is the trouble; `confirmed` names what had arrived,
+        `doubtful` what perhaps had.
         """
 
 
@@ -75,8 +83,8 @@ class Dispatcher(Protocol):
 class RelayCounts:
     """What one look at the outbox did, in rows.
 
-    Shape: `dropped` were hints of an earlier ready period, `shelved` those of a version that no live worker declares,
-    `started` users' events whose run was committed.
+    Shape: `dropped` were hints of an earlier ready period, or of steps that wait no more; `shelved` those of a version
+    that no live worker declares; `started` users' events whose run was committed; `doubted` messages put aside.
     """
 
     claimed: int = 0
@@ -86,6 +94,7 @@ class RelayCounts:
     dropped: int = 0
     shelved: int = 0
     started: int = 0
+    doubted: int = 0
 
 
 @dataclass(slots=True)
@@ -93,6 +102,7 @@ class _Batch:
     hints: list[OutboxEntry] = field(default_factory=list)
     reports: list[tuple[OutboxEntry, FinishedRun]] = field(default_factory=list)
     others: list[OutboxEntry] = field(default_factory=list)
+    awaited: list[OutboxEntry] = field(default_factory=list)
     events: list[OutboxEntry] = field(default_factory=list)
     stale: list[OutboxEntry] = field(default_factory=list)
     unwanted: list[OutboxEntry] = field(default_factory=list)
@@ -119,7 +129,16 @@ class _Sent:
     confirmed: set[UUID] = field(default_factory=set)
     refused: dict[UUID, str] = field(default_factory=dict)
     hopeless: dict[UUID, str] = field(default_factory=dict)
+    doubtful: set[UUID] = field(default_factory=set)
     outage: BrokerUnavailableError | None = None
+
+    def add(self, other: _Sent) -> None:
+        """Take in what became of a further part of the batch."""
+        self.confirmed |= other.confirmed
+        self.refused |= other.refused
+        self.hopeless |= other.hopeless
+        self.doubtful |= other.doubtful
+        self.outage = self.outage or other.outage
 
 
 class Relay:
@@ -135,6 +154,7 @@ class Relay:
         self._settings = settings
         self._dispatcher = dispatcher
         self._starter = EventStarter(database, settings, events)
+        self._awaited = AwaitedMessages(database, settings)
         self._outage = Outage("the broker", logger)
         self._rest = 0.0
         self._resume_at = 0.0
@@ -153,6 +173,7 @@ class Relay:
         if self.rest_seconds() > 0:
             return RelayCounts()
         self._starter.revive()
+        self._awaited.tidy()
         relay = uuid4()  # one for each batch, so that a late deletion never hits a row that was claimed again
         entries = self._claim(relay)
         if not entries:
@@ -165,15 +186,17 @@ class Relay:
         dropped = {entry.id for entry in batch.stale}
         kept = sent.confirmed & {entry.id for entry in handled.messages}
         self._clear([*(sent.confirmed - kept), *dropped], list(kept), relay)
+        dropped |= self._send_awaited(batch.awaited, relay, sent)
+        doubted = self._put_aside(batch.awaited, relay, sent)
         sent.refused |= handled.refused
         sent.hopeless |= handled.hopeless
         refused = sent.refused | sent.hopeless
         each(
             "relay", [entry for entry in entries if entry.id in refused], lambda entry: self._refuse(entry, sent, relay)
         )
-        left = handled.started | sent.confirmed | refused.keys() | dropped | shelved
+        left = handled.started | sent.confirmed | refused.keys() | dropped | shelved | doubted
         rest = {entry.id for entry in entries} - left - handled.elsewhere
-        self._give_back(rest, relay, max(RETURN_SECONDS, self.rest_seconds()))
+        self._give_back(rest, relay, max(RETURN_SECONDS, self.rest_seconds()), perhaps=rest & sent.doubtful)
         self._give_back(handled.elsewhere, relay, ELSEWHERE_SECONDS * random.uniform(0.5, 1.0))
         return RelayCounts(
             claimed=len(entries),
@@ -183,6 +206,7 @@ class Relay:
             dropped=len(dropped),
             shelved=len(shelved),
             started=len(handled.started),
+            doubted=len(doubted),
         )
 
     def _claim(self, relay: UUID) -> list[OutboxEntry]:
@@ -197,7 +221,7 @@ class Relay:
         return entries
 
     def _sort(self, entries: Sequence[OutboxEntry]) -> _Batch:
-        ended = [entry.run for entry in entries if entry.type != OutboxType.RUN and entry.run is not None]
+        ended = [entry.run for entry in entries if entry.type in REPORTS and entry.run is not None]
         finished = self._finished(ended)
         batch = _Batch()
         for entry in entries:
@@ -208,12 +232,14 @@ class Relay:
                     batch.hints.append(entry)
                 case OutboxType.RUN:
                     batch.unwanted.append(entry)
-                case OutboxType.RESULT | OutboxType.CALLBACK:
+                case OutboxType.RESULT | OutboxType.CALLBACK:  # REPORTS
                     run = None if entry.run is None else finished.get(entry.run)
                     if run is None:
                         batch.stale.append(entry)
                     else:
                         batch.reports.append((entry, run))
+                case OutboxType.CELERY if entry.step is not None:
+                    batch.awaited.append(entry)
                 case OutboxType.CELERY:
                     batch.others.append(entry)
                 case _:
@@ -256,6 +282,33 @@ class Relay:
         telemetry.count(telemetry.Counter.PUBLISHED, len(sent.confirmed))
         return sent
 
+    def _send_awaited(self, entries: Sequence[OutboxEntry], relay: UUID, sent: _Sent) -> set[UUID]:
+        """Publish messages of awaited tasks, some at a time; return those that are of no use to anybody any more."""
+        dropped: set[UUID] = set()
+        clear = [entry for entry in entries if not entry.doubtful]
+        for start in range(0, len(clear), AT_ONCE):
+            if sent.outage is not None:
+                break  # what is left has not left
+            some = clear[start : start + AT_ONCE]
+            may = self._awaited.leave(some, relay, hold_seconds=HOLD_SECONDS)
+            stale = {entry.id for entry in some} - may
+            found = self._send(_Batch(others=[entry for entry in some if entry.id in may]))
+            once = {entry.id for entry in some if entry.once} & found.confirmed
+            self._clear([*stale, *(found.confirmed - once)], [], relay, once=once)
+            sent.add(found)
+            dropped |= stale
+        return dropped
+
+    def _put_aside(self, entries: Sequence[OutboxEntry], relay: UUID, sent: _Sent) -> set[UUID]:
+        """Put aside what may leave once and perhaps has; return the rows."""
+        doubtful = [entry for entry in entries if entry.doubtful or (entry.once and entry.id in sent.doubtful)]
+
+        def put_aside(entry: OutboxEntry) -> bool:
+            return self._awaited.doubt(entry, relay, RELAY_DIED if entry.doubtful else BROKER_LEFT)
+
+        each("relay", doubtful, put_aside)
+        return {entry.id for entry in doubtful}  # one whose run is held stays as it is, and is found again
+
     def _dispatch(self, batch: _Batch, sent: _Sent) -> None:
         """Have a batch published, row by row if the dispatcher fails over one of them."""
         try:
@@ -263,7 +316,10 @@ class Relay:
         except Exception:
             # Left to itself such a row would be claimed first for ever, and stop all others behind it (I26).
             logger.exception("a batch of the outbox could not be dispatched; its rows are tried one by one")
+            sent.doubtful |= {entry.id for entry in batch.others if entry.once}
             for one in batch.singly():
+                if one.sole.id in sent.doubtful:
+                    continue
                 if sent.outage is not None:
                     return
                 try:
@@ -277,9 +333,11 @@ class Relay:
             report = self._dispatcher.dispatch(batch.hints, batch.reports, batch.others)
         except BrokerUnavailableError as error:
             sent.confirmed |= error.confirmed
+            sent.doubtful |= error.doubtful
             sent.outage = error
         else:
             sent.confirmed |= set(report.confirmed)
+            sent.doubtful |= set(report.doubtful)
             sent.refused |= report.refused
             sent.hopeless |= report.hopeless
 
@@ -289,17 +347,19 @@ class Relay:
         self._rest = min(LONGEST_REST_SECONDS, max(SHORTEST_REST_SECONDS, self._rest * 2))
         self._resume_at = boottime() + self._rest * random.uniform(0.8, 1.0)
 
-    def _clear(self, ids: Sequence[UUID], kept: Sequence[UUID], relay: UUID) -> None:
+    def _clear(self, ids: Sequence[UUID], kept: Sequence[UUID], relay: UUID, *, once: Collection[UUID] = ()) -> None:
         """Delete rows that have left; keep those of users' events as dispatched."""
 
         def delete(conn: Connection) -> None:
             if ids:
                 outbox.delete(conn, ids, relay=relay)
+            if once:
+                outbox.drop_left(conn, once)
             if kept:
                 outbox.dispatched(conn, kept, relay=relay)
             failpoints.point("relay.delete.r")
 
-        if ids or kept:
+        if ids or kept or once:
             failpoints.point("relay.delete.b")
             self._database.do(delete, seconds=HOLD_SECONDS)  # what stays is published again
             failpoints.point("relay.delete.a")
@@ -325,10 +385,11 @@ class Relay:
             telemetry.count(telemetry.Counter.DEAD_EVENT, **told)
             logger.error("an outbox row is dead, tries: %d: %s", entry.attempts, reason, extra=told)
 
-    def _give_back(self, ids: Collection[UUID], relay: UUID, delay: float) -> None:
+    def _give_back(self, ids: Collection[UUID], relay: UUID, delay: float, *, perhaps: Collection[UUID] = ()) -> None:
         if ids:
             self._database.do(
-                lambda conn: outbox.give_back(conn, list(ids), relay=relay, delay_seconds=delay), seconds=RETRY_SECONDS
+                lambda conn: outbox.give_back(conn, list(ids), relay=relay, delay_seconds=delay, perhaps=perhaps),
+                seconds=RETRY_SECONDS,
             )
 
 

@@ -2,7 +2,8 @@
 
 -- name: claim_events :many
 -- Take up to `limit` due rows for one relay for as long as `hold`. Committed before anything is published: a crash then
--- publishes twice, never zero times (I1).
+-- publishes twice, never zero times (I1). Of a message that may leave once the reply says whether a relay before this one
+-- had begun to publish it.
 -- Locks: outbox_event (SKIP LOCKED). Index: outbox_event_due.
 WITH live AS MATERIALIZED (
     SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now()),
@@ -16,12 +17,12 @@ u AS (
        SET claim = %(relay)s, next_attempt_at = {schema}.now() + %(hold)s::interval, attempts = attempts + 1
       FROM c WHERE o.id = c.id
     RETURNING o.id, o.type, o.run, o.ordinal, o.payload, o.priority, o.attempts, o.idempotency_key,
-              o.created_at)
+              o.created_at, o.trace, o.step, o.once, o.once AND o.leaving_at IS NOT NULL AS doubtful)
 SELECT u.id, u.type, u.run, u.ordinal, u.payload, u.attempts, r.id, r.nesting, r.task, r.queue, r.priority, r.fence,
        r.state, r.paused_at IS NOT NULL, r.envelope,
        (CASE WHEN u.run IS NULL THEN '@outbox:' || u.type
              WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live),
-       u.idempotency_key, extract(epoch FROM {schema}.now() - u.created_at)::float8
+       u.idempotency_key, extract(epoch FROM {schema}.now() - u.created_at)::float8, u.trace, u.step, u.once, u.doubtful
   FROM u LEFT JOIN {schema}.run AS r ON r.no = u.run
  ORDER BY u.priority DESC, u.id
 
@@ -50,6 +51,44 @@ c AS MATERIALIZED (
      ORDER BY id FOR UPDATE SKIP LOCKED)
 UPDATE {schema}.outbox_event AS o SET priority = priority + 1, aged_at = {schema}.now() FROM c WHERE o.id = c.id
 
+-- name: leave_events :many
+-- Note that a relay is about to publish messages of awaited tasks which it has claimed, and hold them anew; those that it
+-- may are named: their step still waits, and its run has neither ended nor is to be cancelled.
+-- Locks: outbox_event (ascending). Index: outbox_event_pkey, wait_pkey, run_pkey.
+WITH c AS MATERIALIZED (
+    SELECT o.id FROM {schema}.outbox_event AS o
+     WHERE o.id = ANY(%(ids)s) AND o.claim = %(relay)s AND o.status = 'pending' ORDER BY o.id FOR UPDATE)
+UPDATE {schema}.outbox_event AS o
+   SET leaving_at = {schema}.now(), next_attempt_at = {schema}.now() + %(hold)s::interval
+  FROM c, {schema}.wait AS w, {schema}.run AS r
+ WHERE o.id = c.id AND w.run = o.run AND w.key = 'umt.task/' || o.step AND w.state = 'pending'
+   AND r.no = o.run AND r.finished_at IS NULL AND r.cancel_at IS NULL
+RETURNING o.id
+
+-- name: doubt_event :count
+-- Put aside a message of which nobody knows whether it left, and which must not leave twice.
+-- Locks: run, wait (held), then outbox_event. Index: outbox_event_pkey.
+UPDATE {schema}.outbox_event SET status = 'dead', claim = NULL, reason = %(reason)s
+ WHERE id = %(id)s AND claim = %(relay)s AND status = 'pending' AND once
+
+-- name: drop_left :count
+-- Forget messages that have left and may not do so twice, whoever holds their rows by now.
+-- Locks: outbox_event (ascending). Index: outbox_event_pkey.
+WITH c AS MATERIALIZED (
+    SELECT id FROM {schema}.outbox_event WHERE id = ANY(%(ids)s) AND once ORDER BY id FOR UPDATE)
+DELETE FROM {schema}.outbox_event AS o USING c WHERE o.id = c.id
+
+-- name: drop_answered :count
+-- Forget messages that were put aside, of steps that wait no more.
+-- Locks: outbox_event (SKIP LOCKED). Index: outbox_event_dead, wait_pkey.
+WITH c AS MATERIALIZED (
+    SELECT o.id FROM {schema}.outbox_event AS o
+     WHERE o.status = 'dead' AND o.step IS NOT NULL
+       AND NOT EXISTS (SELECT 1 FROM {schema}.wait AS w
+                        WHERE w.run = o.run AND w.key = 'umt.task/' || o.step AND w.state = 'pending')
+     LIMIT %(limit)s FOR UPDATE SKIP LOCKED)
+DELETE FROM {schema}.outbox_event AS o USING c WHERE o.id = c.id
+
 -- name: delete_events :count
 -- Forget rows that have left, if no one has taken them since.
 -- Locks: outbox_event (ascending: fresh hints after a loss lock the same rows). Index: outbox_event_pkey.
@@ -65,19 +104,21 @@ WITH c AS MATERIALIZED (
 DELETE FROM {schema}.outbox_event AS o USING c WHERE o.id = c.id
 
 -- name: return_events :count
--- Give rows back after an outage of the broker, without using up one of their attempts.
+-- Give rows back after an outage of the broker, without using up one of their attempts. They have not left, but for those
+-- that perhaps have.
 -- Locks: outbox_event (ascending). Index: outbox_event_pkey.
 WITH c AS MATERIALIZED (
     SELECT id FROM {schema}.outbox_event WHERE id = ANY(%(ids)s) AND claim = %(relay)s ORDER BY id FOR UPDATE)
 UPDATE {schema}.outbox_event AS o
-   SET claim = NULL, attempts = attempts - 1, next_attempt_at = {schema}.now() + %(delay)s::interval
+   SET claim = NULL, attempts = attempts - 1, next_attempt_at = {schema}.now() + %(delay)s::interval,
+       leaving_at = CASE WHEN o.id = ANY(%(perhaps)s::uuid[]) THEN leaving_at END
   FROM c WHERE o.id = c.id
 
 -- name: refuse_event :maybe
 -- Put a row that alone was refused back for later, or, after its last attempt, aside as dead with the reason.
 -- Locks: outbox_event. Index: outbox_event_pkey.
 UPDATE {schema}.outbox_event
-   SET claim = NULL, reason = %(reason)s, next_attempt_at = {schema}.now() + %(delay)s::interval,
+   SET claim = NULL, reason = %(reason)s, next_attempt_at = {schema}.now() + %(delay)s::interval, leaving_at = NULL,
        status = CASE WHEN attempts >= %(max_attempts)s THEN 'dead' ELSE 'pending' END
  WHERE id = %(id)s AND claim = %(relay)s AND status = 'pending'
 RETURNING status
@@ -104,7 +145,7 @@ WITH c AS MATERIALIZED (
        AND (%(prefix)s::text IS NULL OR starts_with(reason, %(prefix)s))
      ORDER BY id LIMIT %(limit)s FOR UPDATE)
 UPDATE {schema}.outbox_event AS o
-   SET status = 'pending', attempts = 0, claim = NULL, aged_at = NULL, next_attempt_at = {schema}.now()
+   SET status = 'pending', attempts = 0, claim = NULL, aged_at = NULL, leaving_at = NULL, next_attempt_at = {schema}.now()
   FROM c WHERE o.id = c.id
 
 -- name: get_event :maybe
@@ -147,19 +188,42 @@ ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING
 -- name: emit_event :one
 -- Keep a user's event; say whether it was made, was there, or was there with another payload.
 -- Locks: outbox_event. Index: outbox_event_pkey.
-SELECT event, outcome FROM {schema}.emit_event(%(type)s, %(payload)s, %(key)s, %(event)s)
+SELECT event, outcome FROM {schema}.emit_event(%(type)s, %(payload)s, %(key)s, %(event)s, %(trace)s::text::jsonb)
 
 -- name: keep_message :one
 -- Keep a message of ordinary Celery tasks, to be published when it is due; false where its id is there already.
 -- Locks: outbox_event. Index: outbox_event_pkey.
-SELECT {schema}.keep_message(%(id)s, %(payload)s, %(due)s, %(delay)s::interval)
+SELECT {schema}.keep_message(%(id)s, %(payload)s, %(due)s, %(delay)s::interval, %(trace)s::text::jsonb)
+
+-- name: keep_step_message :count
+-- Keep the message of a task that a step awaits, in the transaction that writes the step: it leaves while the step waits,
+-- and `once` means that it must not leave twice.
+-- Locks: run FOR SHARE (held), outbox_event. Index: outbox_event_pkey.
+INSERT INTO {schema}.outbox_event (id, type, run, step, once, payload, next_attempt_at, created_at, trace)
+SELECT %(id)s::uuid, 'celery', %(run)s::bigint, %(step)s::text, %(once)s::boolean, %(payload)s::bytea,
+       greatest(t.at, coalesce(%(due)s::timestamptz, t.at + %(delay)s::interval)), t.at, %(trace)s::text::jsonb
+  FROM (SELECT {schema}.now() AS at) AS t
+ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING
+
+-- name: withdraw_message :maybe
+-- Take back the message of an awaited task that no relay has begun to publish, under the grant. The reply: cancel pending,
+-- taken back now.
+-- Locks: run FOR SHARE, then outbox_event. Index: run_pkey, outbox_event_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, cancel_at FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR SHARE),
+o AS (
+    DELETE FROM {schema}.outbox_event AS o USING r
+     WHERE o.id = %(id)s AND o.run = r.no AND o.leaving_at IS NULL
+    RETURNING 1)
+SELECT cancel_at IS NOT NULL, EXISTS (SELECT 1 FROM o) FROM r
 
 -- name: forget_unsent :count
--- Forget rows that no relay has taken yet.
+-- Forget messages of awaited tasks that no relay has begun to publish.
 -- Locks: outbox_event (ascending). Index: outbox_event_pkey.
 WITH c AS MATERIALIZED (
-    SELECT id FROM {schema}.outbox_event
-     WHERE id = ANY(%(ids)s) AND status = 'pending' AND attempts = 0 ORDER BY id FOR UPDATE)
+    SELECT id FROM {schema}.outbox_event WHERE id = ANY(%(ids)s) AND leaving_at IS NULL ORDER BY id FOR UPDATE)
 DELETE FROM {schema}.outbox_event AS o USING c WHERE o.id = c.id
 
 -- name: outbox_status :one

@@ -106,6 +106,13 @@ SELECT w.run, w.key, w.address, w.state, w.token
 -- Locks: none. Index: wait_pkey.
 SELECT address FROM {schema}.wait WHERE run = %(run)s AND mode = 'task' AND fact IS NULL AND payload IS NULL
 
+-- name: give_up_answer :maybe
+-- Make a pending wait for an answer that has no deadline due now, in a run whose row the caller has locked.
+-- Locks: run (held), then wait. Index: wait_pkey.
+UPDATE {schema}.wait SET deadline = {schema}.now()
+ WHERE run = %(run)s AND key = 'umt.task/' || %(step)s AND state = 'pending' AND deadline IS NULL
+RETURNING key
+
 -- name: await_children :maybe
 -- Record the one wait for all children of a step, once. The reply says whether a cancel is pending.
 -- Locks: run FOR SHARE, then wait. Index: run_pkey, wait_pkey.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
 from umt_durable import sql, texts
 from umt_durable.database import Connection
-from umt_durable.records import OutboxEntry, OutboxEvent
+from umt_durable.records import OutboxEntry, OutboxEvent, StepMessage
 from umt_durable.states import OutboxStatus, RunState
 from umt_durable.store.guard import Guard
 
@@ -48,7 +49,7 @@ def keep_callback(guard: Guard, *, payload: bytes, hold_seconds: float) -> None:
 def emit(conn: Connection, parameters: dict[str, Any]) -> tuple[UUID, str]:
     """Keep a user's event; give the event's id and `created`, `existing` (the key was there) or `conflict`.
 
-    Shape: `parameters` are type, payload, key, event (its id, made by the caller).
+    Shape: `parameters` are type, payload, key, event (its id, made by the caller), trace (see `stored_trace`).
     """
     event, outcome = sql.one(conn, "emit_event", **parameters)
     return event, outcome
@@ -86,26 +87,98 @@ def dead(conn: Connection, *, type: str | None, before: OutboxEvent | None, limi
 
 
 def keep_message(
-    conn: sql.SchemaConnection, id: UUID, payload: bytes, *, due: datetime | None = None, delay: timedelta | None = None
+    conn: sql.SchemaConnection,
+    id: UUID,
+    payload: bytes,
+    *,
+    due: datetime | None = None,
+    delay: timedelta | None = None,
+    trace: Mapping[str, str] | None = None,
 ) -> bool:
     """Keep a message of ordinary Celery tasks in the caller's transaction; a relay publishes it once that committed.
 
-    Shape: `payload` is what `bridge.sending.pack` makes; `due` or `delay` say when it may leave, at once without them.
-    Repeating it with the same id changes nothing and gives False.
+    Shape: `payload` is what `bridge.sending.pack` makes; `due` or `delay` say when it may leave, at once without them;
+    `trace` is the carrier it belongs to. Repeating it with the same id changes nothing and gives False.
     """
-    return bool(sql.one(conn, "keep_message", **message_parameters(id, payload, due=due, delay=delay))[0])
+    return bool(sql.one(conn, "keep_message", **message_parameters(id, payload, due=due, delay=delay, trace=trace))[0])
 
 
 def message_parameters(
-    id: UUID, payload: bytes, *, due: datetime | None = None, delay: timedelta | None = None
+    id: UUID,
+    payload: bytes,
+    *,
+    due: datetime | None = None,
+    delay: timedelta | None = None,
+    trace: Mapping[str, str] | None = None,
 ) -> dict[str, object]:
     """Return the parameters of `keep_message`, for a caller's own connection."""
-    return {"id": id, "payload": payload, "due": due, "delay": delay}
+    return {"id": id, "payload": payload, "due": due, "delay": delay, "trace": stored_trace(trace)}
 
 
-def give_back(conn: Connection, ids: Sequence[UUID], *, relay: UUID, delay_seconds: float) -> int:
-    """Give rows back after an outage, without using up an attempt."""
-    return sql.count(conn, "return_events", ids=list(ids), relay=relay, delay=timedelta(seconds=delay_seconds))
+def stored_trace(trace: Mapping[str, str] | None) -> str | None:
+    """Return a carrier as a row keeps it; nothing where there is none."""
+    return json.dumps(dict(trace)) if trace else None
+
+
+def keep_for_step(guard: Guard, message: StepMessage) -> bool:
+    """Keep the message of a task that a step awaits, in the transaction that has just written the step.
+
+    Repeating it while its row is there changes nothing and gives False.
+    """
+    added = sql.count(
+        guard.conn,
+        "keep_step_message",
+        id=message.id,
+        run=guard.token.run,
+        step=message.step,
+        once=message.once,
+        payload=message.payload,
+        due=message.due,
+        delay=message.delay,
+        trace=stored_trace(message.trace),
+    )
+    return added > 0
+
+
+def withdraw(guard: Guard, id: UUID) -> tuple[bool, bool] | None:
+    """Take back the message of an awaited task, unless a relay has begun to publish it; None when fenced.
+
+    Shape: whether a cancel is pending, whether it was taken back: it has not left then, and never will.
+    """
+    row = sql.maybe(guard.conn, "withdraw_message", id=id, **guard.key)
+    return None if row is None else (bool(row[0]), bool(row[1]))
+
+
+def leave(conn: Connection, ids: Collection[UUID], *, relay: UUID, hold_seconds: float) -> set[UUID]:
+    """Note that messages of awaited tasks are about to be published, and hold them anew; return which may be.
+
+    The others are nobody's business any more, or another relay's by now. Repeating it gives the same answer.
+    """
+    hold = timedelta(seconds=hold_seconds)
+    return {row[0] for row in sql.many(conn, "leave_events", ids=list(ids), relay=relay, hold=hold)}
+
+
+def doubt(conn: Connection, id: UUID, *, relay: UUID, reason: str) -> bool:
+    """Put aside a message of which nobody knows whether it left; False when another relay has it."""
+    return sql.count(conn, "doubt_event", id=id, relay=relay, reason=texts.storable(reason)) > 0
+
+
+def drop_left(conn: Connection, ids: Collection[UUID]) -> int:
+    """Forget messages that have left and must not do so twice, whoever holds their rows by now."""
+    return sql.count(conn, "drop_left", ids=list(ids))
+
+
+def drop_answered(conn: Connection, *, limit: int) -> int:
+    """Forget messages that were put aside, of steps that wait no more."""
+    return sql.count(conn, "drop_answered", limit=limit)
+
+
+def give_back(
+    conn: Connection, ids: Sequence[UUID], *, relay: UUID, delay_seconds: float, perhaps: Collection[UUID] = ()
+) -> int:
+    """Give rows back after an outage, without using up an attempt. Those in `perhaps` may have left all the same."""
+    delay = timedelta(seconds=delay_seconds)
+    return sql.count(conn, "return_events", ids=list(ids), relay=relay, delay=delay, perhaps=list(perhaps))
 
 
 def refuse(
@@ -128,7 +201,7 @@ def refuse(
 
 
 def forget_unsent(conn: Connection, ids: Sequence[UUID]) -> int:
-    """Forget rows that no relay has taken yet."""
+    """Forget messages of awaited tasks that no relay has begun to publish."""
     return sql.count(conn, "forget_unsent", ids=list(ids))
 
 

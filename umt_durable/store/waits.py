@@ -123,6 +123,11 @@ def unanswered(conn: Connection, run: int) -> list[str]:
     return [row[0] for row in sql.many(conn, "awaited_tasks", run=run)]
 
 
+def give_up_answer(conn: Connection, run: int, step: str) -> bool:
+    """Make a locked run's wait for the answer of a step due now; False when it has a deadline, or an outcome."""
+    return sql.maybe(conn, "give_up_answer", run=run, step=step) is not None
+
+
 def announce(guard: Guard, key: str) -> bool | None:
     """Record that a wait's address was handed out; say whether a cancel is pending; None when fenced."""
     row = sql.maybe(guard.conn, "announce_wait", key=key, **guard.key)
