@@ -5,30 +5,38 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
+from celery.result import AsyncResult
 
 from tests.support import awaited_apps
 from tests.support.awaited_apps import Awaited
 from tests.support.bodylog import BodyLog
 from tests.support.brokers import Broker
+from tests.support.clock import Clock
 from tests.support.gates import Gates
 from tests.support.plain_app import QUEUE as PLAIN
 from tests.support.queues import QUEUE
 from tests.support.wait import until
-from tests.support.workers import Worker
+from tests.support.workers import Serve, Worker
 from umt_durable import RunState, UnknownStepError
 from umt_durable.bridge import ordinary
 from umt_durable.database import Connection
 from umt_durable.engine.answers import Place
+from umt_durable.failpoints import ENVIRONMENT
+from umt_durable.services.relay import HOLD_SECONDS
 from umt_durable.store import outbox, waits
 
 pytestmark = [pytest.mark.processes, pytest.mark.redis_by_default]
 
 APP = "tests.support.awaited_apps:app"
 PLAIN_APP = "tests.support.plain_app:app"
+
+# The second batch of a relay is the message of the step: the first is the hint of its run.
+KILLED = "{point}=kill;nth=2;file:{once}"
 
 
 @pytest.fixture
@@ -38,6 +46,31 @@ def awaited(worker_env: dict[str, str]) -> Iterator[Awaited]:
     yield awaited
     awaited.durable.stop()
     awaited.app.close()
+
+
+@pytest.fixture
+def with_a_killed_relay(
+    awaited: Awaited,
+    start_worker: Callable[..., Worker],
+    serve: Callable[..., Serve],
+    worker_env: dict[str, str],
+    clock: Clock,
+    tmp_path: Path,
+) -> Callable[..., AsyncResult[Any]]:
+    """Return a function that starts a run whose relay is killed at a point, and the next relay once its row is free."""
+
+    def start(point: str, **options: Any) -> AsyncResult[Any]:
+        start_worker(app=APP, pool="threads", concurrency=2, env={**worker_env, "DURABLE_WORKER_SERVICES": "0"})
+        killed = KILLED.format(point=point, once=tmp_path / "killed")
+        first = serve("all", app=APP, env={**worker_env, ENVIRONMENT: killed})
+        run = awaited.label.delay("plain.label", "A", **options)
+        until(lambda: not first.alive, timeout=60, what=f"the relay to be dead at {point}")
+        _wait(awaited, run.id, RunState.WAITING)
+        clock.advance(seconds=HOLD_SECONDS + 1)
+        serve("all", app=APP)
+        return run
+
+    return start
 
 
 @pytest.fixture
@@ -230,3 +263,63 @@ def test_cancelled_runs_keep_their_tasks_from_starting(
 
     assert last.get(timeout=60)["order"] == "last"
     assert body_log.count(step="label-unwanted") == 0
+
+
+def test_a_task_whose_relay_is_killed_after_publishing_is_executed_once(
+    awaited: Awaited,
+    with_a_killed_relay: Callable[..., AsyncResult[Any]],
+    start_worker: Callable[..., Worker],
+    broker: Broker,
+    body_log: BodyLog,
+    conn: Connection,
+) -> None:
+    run = with_a_killed_relay("relay.publish.a")
+
+    _wait(awaited, run.id, RunState.QUARANTINED)
+    assert broker.held(PLAIN) == 1
+    (row,) = awaited.durable.outbox.dead()
+    assert row.run == run.id
+    assert f"`umt-durable resolve {run.id} label --result JSON`" in str(row.reason)
+
+    start_worker(app=PLAIN_APP, pool="solo", concurrency=1, name="plain")
+
+    assert run.get(timeout=60) == {"order": "A", "pages": [1, 2]}
+    assert body_log.count(step="label-A") == 1
+    assert body_log.count(run.id, "after") == 1
+    until(lambda: broker.held(PLAIN) == 0, timeout=30, what="the one message to be acked")
+
+
+def test_a_task_that_is_idempotent_is_published_again_by_the_next_relay(
+    awaited: Awaited,
+    with_a_killed_relay: Callable[..., AsyncResult[Any]],
+    start_worker: Callable[..., Worker],
+    broker: Broker,
+    body_log: BodyLog,
+) -> None:
+    run = with_a_killed_relay("relay.publish.a", idempotent=True)
+
+    until(lambda: broker.held(PLAIN) == 2, timeout=60, what="the message to be published twice")
+    start_worker(app=PLAIN_APP, pool="solo", concurrency=1, name="plain")
+
+    assert run.get(timeout=60) == {"order": "A", "pages": [1, 2]}
+    assert body_log.count(run.id, "after") == 1
+    assert awaited.durable.outbox.dead() == []
+
+
+def test_a_task_whose_relay_is_killed_before_publishing_is_left_to_a_person_who_sends_it(
+    awaited: Awaited,
+    with_a_killed_relay: Callable[..., AsyncResult[Any]],
+    start_worker: Callable[..., Worker],
+    broker: Broker,
+    body_log: BodyLog,
+) -> None:
+    run = with_a_killed_relay("relay.publish.b")
+    start_worker(app=PLAIN_APP, pool="solo", concurrency=1, name="plain")
+
+    _wait(awaited, run.id, RunState.QUARANTINED)
+    assert broker.held(PLAIN) == 0
+    (row,) = awaited.durable.outbox.dead()
+    assert awaited.durable.outbox.replay(row.id) == 1
+
+    assert run.get(timeout=60) == {"order": "A", "pages": [1, 2]}
+    assert body_log.count(step="label-A") == 1

@@ -17,8 +17,8 @@ from tests.support.proxy import Proxy
 from umt_durable import StepTimeoutError
 from umt_durable.database import Connection, Database
 from umt_durable.engine.answers import Answer
-from umt_durable.engine.outcomes import Finished, Parked
 from umt_durable.engine.outbox import OutboxClient
+from umt_durable.engine.outcomes import Finished, Parked
 from umt_durable.errors import BrokerUnavailableError
 from umt_durable.records import FinishedRun, OutboxEntry, OutboxEvent
 from umt_durable.services.relay import HOLD_SECONDS, Relay, RelayCounts

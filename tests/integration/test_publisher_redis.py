@@ -153,9 +153,9 @@ def test_of_messages_that_may_leave_once_one_alone_is_in_doubt_when_the_server_h
 
     with publishing(app) as publisher:
         publisher.publish(rows(queue, 1))
-        with configured(redis_broker, "client-query-buffer-limit", str(1024 * 1024)):
-            with pytest.raises(BrokerUnavailableError) as outage:
-                publisher.publish([good[0], bad, good[1], good[2]])
+        tight = configured(redis_broker, "client-query-buffer-limit", str(1024 * 1024))
+        with tight, pytest.raises(BrokerUnavailableError) as outage:
+            publisher.publish([good[0], bad, good[1], good[2]])
 
     assert outage.value.confirmed == {good[0].key}
     assert outage.value.doubtful == {bad.key}

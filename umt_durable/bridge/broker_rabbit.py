@@ -238,12 +238,14 @@ class RabbitBroker:
     def _prove(self) -> None:
         """See that the broker takes messages: under a memory alarm it reads none, and all that are sent are in doubt.
 
-        The message for it leads to no queue, so it comes back and leaves nothing.
+        The messages for it lead to no queue, so they come back and leave nothing. There are two, since the first one
+        after an alarm is still read.
         Errors: BrokerUnavailableError when it does not answer in time.
         """
-        probe = Outgoing(uuid4(), "", f"umt.probe.{uuid4().hex}", None, b"", "text/plain", "utf-8", {}, {})
+        nowhere = f"umt.probe.{uuid4().hex}"
+        probes = [Outgoing(uuid4(), "", nowhere, None, b"", "text/plain", "utf-8", {}, {}) for _ in range(2)]
         try:
-            self._send([probe], Tally())
+            self._send(probes, Tally())
         except ChannelError:  # this user may not write to the default exchange
             self._drop_channel()
 
