@@ -117,6 +117,24 @@ def test_chains_and_chords_give_the_result_of_the_whole(awaited: Awaited, worker
     assert awaited.canvas.delay("chord").get(timeout=60) == 2
 
 
+def test_arguments_that_a_task_here_does_not_take_are_refused_at_the_call(
+    awaited: Awaited, start_worker: Callable[..., Worker], conn: Connection
+) -> None:
+    start_worker(app=APP, pool="threads", concurrency=2)
+
+    run = awaited.canvas.delay("wrong")
+
+    _wait(awaited, run.id, RunState.FAILED)
+    failure = awaited.durable.client.failure(awaited.durable.get(run.id))
+    assert failure is not None
+    assert failure.type == "InputError"
+    assert failure.message.startswith("step 'all': arguments of own.label refused: arguments: own_label() takes")
+    assert awaited.durable.history(run.id).steps == []
+    assert (
+        conn.execute(f"SELECT id FROM \"{conn.schema}\".outbox_event WHERE type = 'celery'".encode()).fetchall() == []
+    )
+
+
 def test_kills_of_either_side_lose_and_double_nothing(
     awaited: Awaited,
     workers: Callable[..., tuple[Worker, Worker]],

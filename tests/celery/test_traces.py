@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.redis_by_default]
 
 only_redis = pytest.mark.parametrize("broker", ["redis"], indirect=True)
 
+KEPT = {"traced.sent", "traced.packed", "traced.paid"}
+FAMILY = {*KEPT, "traced.labelled", "umt_durable.answered", "traced.child"}
 FOLLOWERS = {"run/traced.sent", "run/traced.member", "run/traced.linked"}
 
 
@@ -68,7 +70,8 @@ def result_of(tasks: Tasks, run: str) -> Any:
 
 def assert_one_trace(found: list[dict[str, Any]], trace: str) -> None:
     """Assert that all spans of calls, deliveries and steps belong to one trace."""
-    ours = [one for one in found if "traced." in one["name"] or one["name"] in ("umt.step", "request")]
+    known = ("umt.step", "request")
+    ours = [one for one in found if "traced." in one["name"] or "umt_durable." in one["name"] or one["name"] in known]
     assert {one["trace"] for one in ours} == {trace}, [(one["name"], one["trace"]) for one in ours]
 
 
@@ -259,3 +262,99 @@ def test_d2_without_a_tracer_a_run_stores_nothing_of_one_and_has_a_derived_id(
     stored = conn.execute(f"SELECT envelope FROM {schema}.run".encode()).fetchall()
     kept = [Envelope.from_bytes(envelope).headers for (envelope,) in stored]
     assert kept == [{}] * len(kept)
+
+
+# -- what leaves by the outbox, and children ---------------------------------------------------------------------------
+
+
+def ended(file: Path, kept: set[str], *, children: int, of: str) -> list[dict[str, Any]]:
+    """Return what was written down once these tasks were executed, and so many children."""
+    wanted = {of + name for name in kept}
+
+    def are_there() -> bool:
+        found = names(file)
+        return wanted <= set(found) and found.count(f"{of}traced.child") >= children
+
+    until(are_there, timeout=120.0, what=f"{wanted}", diagnose=lambda: str(names(file)))
+    return read(file)
+
+
+@only_redis
+@pytest.mark.parametrize("relay", ["followed", "followed by nobody"])
+def test_d2_awaited_tasks_children_and_what_a_step_keeps_in_the_outbox_belong_to_the_trace_of_the_run(
+    tasks: Tasks,
+    start_worker: Callable[..., Worker],
+    serve: Callable[..., Serve],
+    worker_env: dict[str, str],
+    spans: Path,
+    relay: str,
+) -> None:
+    start_worker(app=APP, pool="prefork", env={**worker_env, "DURABLE_WORKER_SERVICES": "0"})
+    followed = relay == "followed"
+    serve("all", app=APP, env={name: value for name, value in worker_env.items() if followed or name != SPANS})
+
+    run = call(worker_env, "family")
+
+    traces = result_of(tasks, run)
+    found = ended(spans, FAMILY, children=2, of="run/")
+    assert set(traces) == {traces[0]}
+    assert_one_trace(found, traces[0])
+    spans_of = {one["id"]: one["name"] for one in found}
+    ancestors = {one["name"]: spans_of.get(one["parent"]) for one in found}
+    if followed:
+        assert ancestors["run/traced.labelled"] == "apply_async/traced.labelled"
+        assert ancestors["apply_async/traced.labelled"] == "run/traced.family"
+    else:
+        assert ancestors["run/traced.labelled"] == "run/traced.family"
+    assert ancestors["apply_async/traced.child"] == "run/traced.family"
+
+
+@only_redis
+def test_sentry_sees_awaited_tasks_children_and_what_a_step_keeps_in_the_outbox_in_the_trace_of_the_run(
+    tasks: Tasks,
+    start_worker: Callable[..., Worker],
+    serve: Callable[..., Serve],
+    worker_env: dict[str, str],
+    events: Path,
+) -> None:
+    start_worker(app=APP, pool="threads", env={**worker_env, "DURABLE_WORKER_SERVICES": "0"})
+    serve("all", app=APP)
+
+    run = call(worker_env, "family")
+
+    traces = result_of(tasks, run)
+    found = ended(events, FAMILY, children=2, of="")
+    assert set(traces) == {traces[0]}
+    ours = [one for one in found if str(one["name"]).startswith(("traced.", "umt_durable."))]
+    assert {one["trace"] for one in ours} == {traces[0]}, ours
+    assert [one for one in found if one["type"] == "event"] == []
+
+
+@only_redis
+@pytest.mark.parametrize("tracer", ["opentelemetry", "sentry", "both"])
+def test_d2_what_a_caller_keeps_in_the_outbox_belongs_to_the_callers_trace(
+    start_worker: Callable[..., Worker], worker_env: dict[str, str], spans: Path, events: Path, tracer: str
+) -> None:
+    left_out = {"opentelemetry": EVENTS, "sentry": SPANS}.get(tracer)
+    worker_env.pop(left_out or "", None)
+    start_worker(app=APP, pool="threads")
+
+    call(worker_env, "keep")
+
+    if tracer != "sentry":
+        found = ended(spans, KEPT, children=0, of="run/")
+        (request,) = [one for one in found if one["name"] == "request"]
+        assert_one_trace(found, request["trace"])
+    if tracer != "opentelemetry":
+        seen = ended(events, KEPT, children=0, of="")
+        (asked,) = [one for one in seen if one["name"] == "request"]
+        assert {one["trace"] for one in seen if str(one["name"]).startswith("traced.")} == {asked["trace"]}
+
+
+@only_redis
+def test_d2_without_a_tracer_nothing_of_one_is_kept_in_the_outbox(
+    worker_env: dict[str, str], conn: Connection, schema: str
+) -> None:
+    call(worker_env, "keep")
+
+    assert conn.execute(f"SELECT DISTINCT trace FROM {schema}.outbox_event".encode()).fetchall() == [(None,)]

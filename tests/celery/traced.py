@@ -172,9 +172,55 @@ def linked(ctx: TaskContext, value: str) -> str:
     return ctx.trace_id
 
 
+@app.task(name="traced.labelled", shared=False)
+def labelled(value: int) -> int:
+    """Be an ordinary task that a step awaits."""
+    return value
+
+
+@app.task(name="traced.packed", shared=False)
+def packed(value: int) -> int:
+    """Be the ordinary task of an event."""
+    return value
+
+
+@durable.task(name="traced.child")
+def child(ctx: TaskContext, suspensions: int = 0) -> str:
+    """Be a child run."""
+    return ctx.step.run("trace", lambda: ctx.trace_id)
+
+
+@durable.task(name="traced.paid")
+def paid(ctx: TaskContext, value: int) -> str:
+    """Be the durable task of an event."""
+    bodylog.write("paid", ctx.trace_id, run=ctx.run_id)
+    return ctx.trace_id
+
+
+durable.outbox.route("traced.is_paid", paid)
+durable.outbox.route("traced.is_packed", packed)
+
+
+def keep(value: int) -> str:
+    """Put a task and two events into the outbox; return the id of the event that starts a run."""
+    durable.outbox.send(sent.s(value))
+    durable.outbox.emit("traced.is_packed", value)
+    return str(durable.outbox.emit("traced.is_paid", value))
+
+
+@durable.task(name="traced.family")
+def family(ctx: TaskContext) -> list[str]:
+    """Await an ordinary task and a child, spawn another, keep things in the outbox; return the ids of the traces."""
+    ctx.step.task("label", labelled.s(1))
+    theirs = ctx.step.call("child", child)
+    ctx.step.spawn("spawned", child)
+    ctx.step.run("keep", keep, 1)
+    return [ctx.trace_id, theirs]
+
+
 def call(name: str, *numbers: str) -> str:
     """Start a run as a caller would, inside a trace of its own where that is followed; return the id of the run."""
-    known: dict[str, Any] = {"run": run, "fail": fail, "again": again}
+    known: dict[str, Any] = {"run": run, "fail": fail, "again": again, "family": family}
     signature = known[name].s(*map(int, numbers))
     if name != "run":
         return str(signature.apply_async().id)
@@ -199,7 +245,13 @@ def main(verb: str, *arguments: str) -> str:
         trace.get_tracer("caller").start_as_current_span("request"),
         sentry_sdk.start_transaction(op="http.server", name="request"),
     ):
-        return enqueue(*arguments) if verb == "enqueue" else call(verb, *arguments)
+        match verb:
+            case "enqueue":
+                return enqueue(*arguments)
+            case "keep":
+                return keep(1)
+            case _:
+                return call(verb, *arguments)
 
 
 if __name__ == "__main__":

@@ -100,6 +100,8 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
         made = app.signature("plain.label", ("A",), queue=PLAIN)
         if kind == "chain":
             return ctx.step.task("all", chain(made, app.signature("plain.pages", queue=PLAIN)))
+        if kind == "wrong":
+            return ctx.step.task("all", chain(made, app.tasks["own.label"].s("B", "C").set(queue=PLAIN)))
         header = [made.clone(), app.signature("plain.label", ("B",), queue=PLAIN)]
         return ctx.step.task("all", chord(header, app.signature("plain.join", queue=PLAIN), app=app))
 
