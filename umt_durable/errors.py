@@ -254,10 +254,11 @@ class UncertainOpError(DurableError):
         self.op_key = op_key
         self.reason = reason
         command = f"umt-durable ops resolve {shlex.quote(op_key)}"
+        # The reason last: it may be long, and a list cuts what it shows.
         super().__init__(
-            f"whether op {op_key!r} was applied is not known: {reason}; find out, then say `{command} --done JSON` (it "
-            f"was: its result), `{command} --not-done` (it was not: call it again) or `{command} --failed TEXT`"
-            f" ({FOR_APPS})"
+            f"whether op {op_key!r} was applied is not known; find out, then say `{command} --done JSON` (it was: its"
+            f" result), or with `--not-done` (it was not: call it again) or `--failed TEXT` instead ({FOR_APPS}):"
+            f" {reason}"
         )
 
 
@@ -322,9 +323,8 @@ class UncertainStepError(DurableError):
         self.task_id = task_id
         command = f"umt-durable resolve {shlex.quote(run)} {shlex.quote(step)}"
         super().__init__(
-            f"step {step!r}: {task} ({task_id}) {why}; find out whether it was executed, then say "
-            f"`{command} --result JSON` (what it gave) or `{command} --error TEXT` (it failed, or was not executed)"
-            f" ({FOR_APPS})"
+            f"step {step!r}: {task} ({task_id}) {why}; find out whether it was executed, then say `{command} --result"
+            f" JSON` (what it gave), or with `--error TEXT` (it failed, or was not executed) instead ({FOR_APPS})"
         )
 
 

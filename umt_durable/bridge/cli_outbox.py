@@ -5,13 +5,14 @@ No payload is shown unless it is asked for.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import click
 
 from umt_durable.bridge.cli_runs import checked, shown
 from umt_durable.bridge.console import Section, emit, json_option, say
+from umt_durable.bridge.project import project_of
 from umt_durable.engine.client import MAX_PAGE
 from umt_durable.errors import DefinitionError
 from umt_durable.records import OutboxEvent
@@ -38,6 +39,7 @@ def list_(ctx: click.Context, type: str | None, limit: int, before: str | None, 
     Cells: id, type, run, attempts, created at, reason. The id of the last row is what --before takes to go on.
     """
     found = checked(ctx).outbox.dead(type=type, limit=limit, before=before)
+    found = [_spelled(ctx, row) for row in found]
     document = {
         "events": [_document(row) for row in found],
         "before": str(found[-1].id) if len(found) == limit else None,
@@ -53,7 +55,7 @@ def list_(ctx: click.Context, type: str | None, limit: int, before: str | None, 
 @click.pass_context
 def show(ctx: click.Context, event: str, payload: bool, as_json: bool) -> None:
     """Show one row: where it stands, what it belongs to or has started, and why it was last refused."""
-    row = checked(ctx).outbox.get(event)
+    row = _spelled(ctx, checked(ctx).outbox.get(event))
     document = _document(row)
     if payload:
         document["payload"] = shown(row.payload)
@@ -78,6 +80,11 @@ def replay(ctx: click.Context, event: str | None, type: str | None, as_json: boo
         emit({"replayed": count}, [], as_json=True)
     else:
         say(f"{count} put back")
+
+
+def _spelled(ctx: click.Context, row: OutboxEvent) -> OutboxEvent:
+    """Return a row whose reason names the app, where it has commands to paste, as this command line does."""
+    return row if row.reason is None else replace(row, reason=project_of(ctx).spelled(row.reason))
 
 
 def _told(row: OutboxEvent) -> str:

@@ -106,6 +106,8 @@ def show(ctx: click.Context, run_id: str, payloads: bool, as_json: bool) -> None
     durable = checked(ctx)
     history = durable.client.history(run_id)
     document = _history_document(durable, history, payloads=payloads)
+    if document["error"] is not None:
+        document["error"] = project_of(ctx).spelled(document["error"])
     emit(document, _history_sections(document), as_json=as_json)
 
 

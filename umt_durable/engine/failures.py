@@ -17,7 +17,7 @@ from umt_durable import errors as own_errors
 from umt_durable.errors import StepFailedError
 from umt_durable.redaction import redact_text
 
-MAX_TEXT, MAX_TRACEBACK = 4_000, 16_000
+MAX_SUMMARY, MAX_TEXT, MAX_TRACEBACK = 1_000, 4_000, 16_000
 MAX_DEPTH, MAX_MEMBERS = 5, 100
 """How many causes of causes are kept, and how many members of one exception group."""
 _LARGEST = 2**63
@@ -55,7 +55,7 @@ class Failure:
     @property
     def summary(self) -> str:
         """Return one line for lists and logs."""
-        return f"{self.type}: {self.message}".splitlines()[0][:500] if self.message else self.type
+        return f"{self.type}: {self.message}".splitlines()[0][:MAX_SUMMARY] if self.message else self.type
 
 
 def from_bytes(data: bytes) -> Failure:
