@@ -105,6 +105,7 @@ def test_a_message_that_was_put_aside_has_the_commands_that_send_it_again_or_dec
     shown = json.loads(cli("outbox", "show", str(row), "--json").stdout)
     assert (shown["status"], shown["run"]) == ("dead", play.run)
     assert pasted(cli, shown["reason"], "resolve") == ["resolve", play.run, "label", "--result", "JSON"]
+    assert "1 message of an awaited task may have left or not" in cli("doctor", status=None).stdout
     (line,) = cli.lines("outbox", "list")
     again = pasted(cli, line[-1], "outbox replay")
     assert cli(*again).stdout.strip() == "1 put back"

@@ -74,6 +74,14 @@ def outbox(pending: int, dead: Sequence[DeadEvents], oldest_seconds: float, sett
     else:
         yield ok("relay", f"{counted(pending, 'message waits', 'messages wait')} in the outbox, none for long")
     for rows in dead:
+        if rows.doubtful:
+            yield fail(
+                "outbox",
+                f"{counted(rows.rows, 'message of an awaited task', 'messages of awaited tasks')} may have left or not,"
+                " and may not leave twice",
+                "find out of each, and say so: `umt-durable outbox list` has the commands",
+            )
+            continue
         yield fail(
             "outbox",
             f"{counted(rows.rows, f'message of type {rows.type} was', f'messages of type {rows.type} were')} given up:"

@@ -94,6 +94,7 @@ class OutboxClient(Access):
         """Put a dead row, or all dead rows of a type, back as if it had never been tried; return how many those were.
 
         A row that is not dead is left as it is. Rows of ours may be replayed too: what has become of no use is dropped.
+        By its type no message of an awaited task is put back that may have left: it would be published twice.
         Errors: DefinitionError unless exactly one of the two is given; UnknownEventError.
         """
         if (event is None) is (type is None):

@@ -101,7 +101,7 @@ def _told(entry: OutboxEntry, why: str) -> str:
     run, step = shlex.quote(str(entry.run_id)), shlex.quote(str(entry.step))
     return (
         f"whether it left is not known: {why}. Its task is not declared idempotent, so it is not sent again by itself."
-        f" The run goes on with the answer, should it come, or with what a person says: `umt-durable resolve {run} {step}"
-        f" --result JSON`, or with `--error TEXT` instead. `umt-durable outbox replay {entry.id}` sends it again"
+        f" The run goes on with the answer, should it come, or with what a person says: `umt-durable resolve {run}"
+        f" {step} --result JSON`, or with `--error TEXT` instead. `umt-durable outbox replay {entry.id}` sends it again"
         f" ({FOR_APPS})"
     )

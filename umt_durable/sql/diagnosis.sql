@@ -40,9 +40,12 @@ SELECT no, id FROM {schema}.run
 SELECT task, reason, count(*), min(id) FROM {schema}.run WHERE state = 'quarantined' GROUP BY task, reason ORDER BY count(*) DESC, task
 
 -- name: dead_events :many
--- Count the outbox rows that were given up, by type and reason.
+-- Count the outbox rows that were given up, by type and reason; in one those of which nobody knows whether they left: the
+-- reason of each is about its own run.
 -- Locks: none. Index: outbox_event_dead.
-SELECT type, coalesce(reason, ''), count(*) FROM {schema}.outbox_event WHERE status = 'dead' GROUP BY type, reason ORDER BY count(*) DESC
+SELECT type, CASE WHEN doubtful THEN '' ELSE coalesce(reason, '') END, count(*), doubtful
+  FROM (SELECT type, reason, once AND leaving_at IS NOT NULL AS doubtful FROM {schema}.outbox_event WHERE status = 'dead') AS dead
+ GROUP BY 1, 2, 4 ORDER BY 3 DESC
 
 -- name: longest_parked :one
 -- Say how many seconds pass from the enqueuing of a run to the end of the longest sleep or wait there is now.

@@ -137,12 +137,13 @@ UPDATE {schema}.outbox_event AS o
 
 -- name: replay_events :count
 -- Put up to `limit` dead rows back, as if they had never been tried: one, those of some types, or those whose reason
--- begins with a text.
+-- begins with a text. One that may have left, and may not twice, is put back alone: somebody has looked.
 -- Locks: outbox_event (ascending). Index: outbox_event_dead, outbox_event_pkey.
 WITH c AS MATERIALIZED (
     SELECT id FROM {schema}.outbox_event
      WHERE status = 'dead' AND (%(id)s::uuid IS NULL OR id = %(id)s) AND (%(types)s::text[] IS NULL OR type = ANY(%(types)s))
        AND (%(prefix)s::text IS NULL OR starts_with(reason, %(prefix)s))
+       AND (id = %(id)s OR NOT (once AND leaving_at IS NOT NULL))
      ORDER BY id LIMIT %(limit)s FOR UPDATE)
 UPDATE {schema}.outbox_event AS o
    SET status = 'pending', attempts = 0, claim = NULL, aged_at = NULL, leaving_at = NULL, next_attempt_at = {schema}.now()

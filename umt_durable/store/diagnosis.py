@@ -54,11 +54,12 @@ class RunsWithPriority:
 
 @dataclass(frozen=True, slots=True)
 class DeadEvents:
-    """Outbox rows of one type that were given up for one reason."""
+    """Outbox rows of one type that were given up for one reason; `doubtful`: nobody knows whether these left."""
 
     type: str
     reason: str
     rows: int
+    doubtful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
