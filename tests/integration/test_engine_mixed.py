@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.integration.test_engine_awaiting import TIMEOUT, Outside
+from tests.integration.awaiting_kit import TIMEOUT, Outside
 from tests.integration.test_engine_children import Call, Offspring
 from tests.support.clock import Clock
 from tests.support.engine import Engine, Gate, RecordingReporter, enter, in_thread

@@ -19,6 +19,16 @@ W3C = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1"}
 SENTRY = {"sentry-trace": f"{TRACE}-{SPAN}-1", "baggage": "sentry-environment=test"}
 
 
+class Following:
+    """A tracer whose current trace has a carrier that the test gives."""
+
+    def __init__(self, carrier: dict[str, str]) -> None:
+        self.carrier = carrier
+
+    def current(self) -> dict[str, str]:
+        return self.carrier
+
+
 @pytest.mark.parametrize(
     ("headers", "trace"),
     [
@@ -44,6 +54,29 @@ def test_what_is_published_for_a_run_has_its_carrier_and_no_other_header_of_it()
         tracing.carry(headers)
 
     assert headers == {"task": "t", "mine": 1, **W3C}
+
+
+def test_what_was_kept_in_the_outbox_has_the_whole_carrier_of_who_kept_it() -> None:
+    headers: dict[str, object] = {"task": "t"}
+
+    with tracing.in_trace_of({"b3": "1-2-1", "baggage": "tenant=7"}):
+        tracing.carry(headers)
+    with tracing.in_trace_of(None):
+        tracing.carry(headers)
+
+    assert headers == {"task": "t", "b3": "1-2-1", "baggage": "tenant=7"}
+
+
+def test_the_current_carrier_is_that_of_every_tracer_with_the_baggage_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "tracers", lambda: [Following({**W3C, "baggage": "tenant=7"}), Following(SENTRY)])
+
+    assert tracing.current() == {**W3C, **SENTRY, "baggage": "tenant=7,sentry-environment=test"}
+
+
+def test_what_a_row_cannot_hold_is_left_out_of_a_carrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "tracers", lambda: [Following({**W3C, "tracestate": "a=\0", "baggage": "\ud800"})])
+
+    assert tracing.current() == {"traceparent": W3C["traceparent"]}
 
 
 def test_a_message_that_names_a_trace_keeps_its_own() -> None:
