@@ -204,7 +204,7 @@ def test_reconcile_settles_what_nobody_reported(awaited: Awaited, start_worker: 
     done, not_done, unknown = (awaited.careful.delay("A", verdict) for verdict in ("done", "not", "unknown"))
 
     assert done.get(timeout=60) == {"found": "A"}
-    with pytest.raises(Exception, match="did not end within 0:00:01"):
+    with pytest.raises(Exception, match="did not end within 0:00:05"):
         not_done.get(timeout=60)
     _wait(awaited, unknown.id, RunState.QUARANTINED)
     awaited.durable.resolve_step(unknown.id, "label", error="lost in the mail")
@@ -216,7 +216,7 @@ def test_late_answers_release_a_run_that_was_left_to_a_person(
     awaited: Awaited, start_worker: Callable[..., Worker], body_log: BodyLog
 ) -> None:
     start_worker(app=APP, pool="threads", concurrency=2)
-    run = awaited.label.delay("plain.label", "A", timeout=1.0)
+    run = awaited.label.delay("plain.label", "A", timeout=5.0)
     _wait(awaited, run.id, RunState.QUARANTINED)
 
     start_worker(app=PLAIN_APP, pool="solo", concurrency=1, name="plain")

@@ -18,6 +18,7 @@ from umt_durable.engine.outcomes import Outcome
 from umt_durable.engine.reporting import Described, Message
 from umt_durable.errors import InputError
 from umt_durable.settings import Settings
+from umt_durable.store import outbox
 
 TIMEOUT = timedelta(minutes=4)
 
@@ -44,6 +45,11 @@ class Outside:
         """Keep what is to be sent."""
         self.sent.append((signature, place, token))
         return Message(b"{}")
+
+    def leave(self, database: Database) -> None:
+        """Have what was sent leave, as a relay does: its rows are gone."""
+        rows = [place.row for _, place, _ in self.sent]
+        assert database.do(lambda conn: outbox.forget_unsent(conn, rows)) > 0
 
     def look(self, task_id: str) -> Answer | None:
         """Say what the test knows."""

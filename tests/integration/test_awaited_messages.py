@@ -12,7 +12,7 @@ import pytest
 from tests.integration import service_kit as kit
 from tests.integration.awaiting_kit import TIMEOUT, Play, make_play  # noqa: F401  a fixture
 from tests.support.clock import Clock
-from tests.support.engine import Engine
+from tests.support.engine import Engine, dying_at
 from tests.support.proxy import Proxy
 from umt_durable import StepTimeoutError
 from umt_durable.database import Connection, Database
@@ -296,6 +296,24 @@ def test_a_defect_while_publishing_publishes_nothing_a_second_time(
 
     assert [entry.id for entry in wire.sent] == [row]
     assert rows(conn) == [("dead", "label", True)]
+
+
+@pytest.mark.parametrize("point", ["doubt.commit.b", "doubt.commit.a"])
+def test_a_relay_that_dies_while_it_puts_a_message_aside_leaves_that_to_the_next(
+    play: Play, relay: Relay, wire: Wire, conn: Connection, clock: Clock, point: str
+) -> None:
+    row = parked(play, conn)
+    die_while_publishing(conn, clock, row)
+    with dying_at(point), pytest.raises(KeyboardInterrupt):
+        relay.run_once()
+    assert rows(conn) == [("pending" if point == "doubt.commit.b" else "dead", "label", True)]
+    clock.advance(seconds=HOLD_SECONDS + 1)
+
+    relay.run_once()
+
+    assert rows(conn) == [("dead", "label", True)]
+    assert play.engine.state(play.run) is RunState.READY
+    assert wire.sent == []
 
 
 @pytest.mark.parametrize("how", ["cancelled", "resolved", "failed"])

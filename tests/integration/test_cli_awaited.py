@@ -44,20 +44,20 @@ def told(cli: Cli, run_id: str) -> str:
     return str(json.loads(cli("show", run_id, "--json").stdout)["error"])
 
 
-def left_alone(play: Play, conn: Connection, clock: Clock) -> None:
+def left_alone(play: Play, clock: Clock) -> None:
     """Have the message leave and no answer come, until the run is left to a person."""
     play.options = {"timeout": TIMEOUT}
     play.deliver()
-    outbox.forget_unsent(conn, [play.outside.sent[0][1].row])
+    play.outside.leave(play.engine.database)
     play.pass_time(clock, seconds=241)
     assert isinstance(play.deliver(), Parked)
 
 
 @pytest.mark.parametrize("how", ["result", "error"])
 def test_the_error_of_an_uncertain_step_has_the_command_that_decides_it(
-    cli: Cli, play: Play, conn: Connection, clock: Clock, how: str
+    cli: Cli, play: Play, clock: Clock, how: str
 ) -> None:
-    left_alone(play, conn, clock)
+    left_alone(play, clock)
 
     error = told(cli, play.run)
     command = pasted(cli, error, "resolve")

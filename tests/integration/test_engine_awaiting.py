@@ -20,18 +20,13 @@ from umt_durable.engine.reporting import Message
 from umt_durable.errors import DefinitionError, InputError
 from umt_durable.settings import Settings
 from umt_durable.states import RunState, WaitState
-from umt_durable.store import outbox, waits
+from umt_durable.store import waits
 
 
 def _messages(conn: Connection) -> int:
     row = conn.execute(f"SELECT count(*) FROM \"{conn.schema}\".outbox_event WHERE type = 'celery'".encode()).fetchone()
     assert row is not None
     return int(row[0])
-
-
-def _take_message(conn: Connection, play: Play) -> None:
-    """Publish the message, as a relay does: its row is gone."""
-    assert outbox.forget_unsent(conn, [play.outside.sent[0][1].row]) == 1
 
 
 def test_step_wait_and_message_are_written_once_and_the_answer_is_the_result(play: Play, conn: Connection) -> None:
@@ -109,7 +104,7 @@ def test_a_lost_message_of_an_idempotent_task_is_sent_again_under_the_same_token
     play.deliver()
     play.pass_time(clock, seconds=59)
     assert play.engine.state(play.run) is RunState.WAITING
-    _take_message(conn, play)
+    play.outside.leave(play.engine.database)
     play.pass_time(clock, seconds=2)
     assert isinstance(play.deliver(), Parked)
     assert _messages(conn) == 1
@@ -125,10 +120,10 @@ def test_a_lost_message_of_an_idempotent_task_is_sent_again_under_the_same_token
     assert play.outside.looks == 1
 
 
-def test_at_the_time_out_the_result_backend_is_asked_once(play: Play, conn: Connection, clock: Clock) -> None:
+def test_at_the_time_out_the_result_backend_is_asked_once(play: Play, clock: Clock) -> None:
     play.options = {"timeout": TIMEOUT}
     play.deliver()
-    _take_message(conn, play)
+    play.outside.leave(play.engine.database)
     play.outside.known = Answer("seen")
     play.pass_time(clock, seconds=241)
     outcome = play.deliver()
@@ -138,12 +133,10 @@ def test_at_the_time_out_the_result_backend_is_asked_once(play: Play, conn: Conn
 
 
 @pytest.mark.parametrize("how", ["answer", "result", "error"])
-def test_without_an_answer_a_person_decides_or_the_late_answer(
-    play: Play, conn: Connection, clock: Clock, how: str
-) -> None:
+def test_without_an_answer_a_person_decides_or_the_late_answer(play: Play, clock: Clock, how: str) -> None:
     play.options = {"timeout": TIMEOUT}
     play.deliver()
-    _take_message(conn, play)
+    play.outside.leave(play.engine.database)
     play.pass_time(clock, seconds=241)
     assert isinstance(play.deliver(), Parked)
     found = play.engine.client.get(play.run)
@@ -185,7 +178,7 @@ def test_reconcile_decides_at_the_time_out(play: Play, conn: Connection, clock: 
 
     play.options = {"timeout": TIMEOUT, "reconcile": reconcile}
     play.deliver()
-    _take_message(conn, play)
+    play.outside.leave(play.engine.database)
     play.pass_time(clock, seconds=241)
     outcome = play.deliver()
 
@@ -206,7 +199,7 @@ def test_reconcile_decides_at_the_time_out(play: Play, conn: Connection, clock: 
 def test_an_answer_while_the_run_is_left_to_a_person_is_not_missed(play: Play, conn: Connection, clock: Clock) -> None:
     play.options = {"timeout": TIMEOUT, "reconcile": lambda info: play.bring(Answer("just now")) and Unknown()}
     play.deliver()
-    _take_message(conn, play)
+    play.outside.leave(play.engine.database)
     play.pass_time(clock, seconds=241)
     assert isinstance(play.deliver(), Dropped)
     assert play.engine.state(play.run) is RunState.READY

@@ -144,6 +144,7 @@ def test_an_uncertain_step_of_a_branch_parks_the_run_for_a_person_once_the_other
 
     run_id = place.engine.start("mixed")
     assert isinstance(place.deliver(run_id), Parked)
+    place.outside.leave(place.engine.database)
     clock.advance(seconds=241)
     place.engine.timers()
 
@@ -271,6 +272,7 @@ def test_an_uncertain_step_deep_in_branches_is_found_again_by_each_of_them(place
 
     run_id = place.engine.start("deep")
     place.deliver(run_id)
+    place.outside.leave(place.engine.database)
     clock.advance(seconds=241)
     place.engine.timers()
     place.deliver(run_id)
@@ -302,6 +304,7 @@ def test_i11_a_cancel_comes_before_the_question_to_a_person(place: Place, clock:
 
     run_id = place.engine.start("mixed")
     place.deliver(run_id)
+    place.outside.leave(place.engine.database)
     clock.advance(seconds=241)
     place.engine.timers()
     with in_thread(lambda: place.deliver(run_id)) as outcome:

@@ -91,7 +91,7 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
         return ctx.step.task(
             "label",
             app.signature("plain.label", (order,), queue="umt-nobody"),
-            timeout=timedelta(seconds=1),
+            timeout=timedelta(seconds=5),
             reconcile=lambda info: verdicts[verdict],
         )
 
