@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
+from typing import Final
 
 
 class RunState(StrEnum):
@@ -27,6 +29,22 @@ class RunState(StrEnum):
     def is_parked(self) -> bool:
         """Say whether the run holds no worker and waits for time, a fact or a person."""
         return self in PARKED
+
+
+PAUSED: Final = "paused"
+"""What people call a run that stands still until it is resumed: a mark beside its state, until it has ended."""
+
+OWN: Final = "umt_durable."
+"""How the names of this package's own durable tasks begin. Their runs are not shown unless they are asked for."""
+
+
+def divide(names: Iterable[str]) -> tuple[list[RunState], bool]:
+    """Divide what people ask for into states, and whether paused runs of any state are among it.
+
+    Errors: ValueError for a name that is neither.
+    """
+    wanted = list(names)
+    return [RunState(name) for name in wanted if name != PAUSED], PAUSED in wanted
 
 
 TERMINAL = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED})

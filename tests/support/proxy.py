@@ -65,6 +65,7 @@ class Proxy:
         self._delay = 0.0
         self._jitter = 0.0
         self._slice = _CHUNK
+        self._forbidden = b""
         self.connections = 0
         """How many connections to the target were made."""
         self.accepted = 0
@@ -100,8 +101,9 @@ class Proxy:
     # -- what goes wrong ------------------------------------------------------------------------------------------
 
     def heal(self) -> None:
-        """Pass everything again: accept, no delay, deliver what was stalled. Rules for cuts stay."""
+        """Pass everything again: accept, no delay, any text, deliver what was stalled. Other rules for cuts stay."""
         self._call(self._set_shape, 0.0, 0.0, _CHUNK)
+        self._call(self._set_forbidden, b"")
         self._call(self._flowing.set)
         self._await(self._listen())
 
@@ -152,6 +154,13 @@ class Proxy:
         self._cuts.append(cut)
         return cut
 
+    def cut_text(self, text: bytes) -> None:
+        """Reset each connection on which a client sends this text, which goes no further, until `heal`.
+
+        Of any protocol; a text that comes in pieces is not seen.
+        """
+        self._call(self._set_forbidden, text)
+
     # -- in the loop's thread -------------------------------------------------------------------------------------
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
@@ -165,6 +174,9 @@ class Proxy:
 
     def _set_shape(self, delay: float, jitter: float, size: int) -> None:
         self._delay, self._jitter, self._slice = delay, jitter, size
+
+    def _set_forbidden(self, text: bytes) -> None:
+        self._forbidden = text
 
     async def _listen(self) -> None:
         if self._listener is None:
@@ -250,6 +262,8 @@ class Proxy:
                 await sink.drain()
 
     def _from_client(self, pair: _Pair, data: bytes) -> tuple[bytes, bool]:
+        if self._forbidden and self._forbidden in data:
+            return b"", True
         if pair.link is None:
             return data, False
         out, cut = pair.link.from_client(data)

@@ -20,10 +20,10 @@ from celery.utils.collections import DictAttribute
 from umt_durable import embedded, migrate
 from umt_durable.bridge.console import blame
 from umt_durable.bridge.durable import Durable
-from umt_durable.bridge.task import OWN
 from umt_durable.errors import ConfigurationError, DurableError
 from umt_durable.redaction import redact_url
 from umt_durable.settings import Settings
+from umt_durable.states import OWN
 
 if TYPE_CHECKING:
     app: LibraryApp

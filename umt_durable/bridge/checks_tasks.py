@@ -10,7 +10,8 @@ from celery.app.annotations import resolve_all
 from umt_durable.bridge.findings import Finding, Findings, counted, fail, many, ok
 from umt_durable.bridge.request import DurableRequest
 from umt_durable.bridge.strategy import is_durable
-from umt_durable.bridge.task import OWN, DurableTask
+from umt_durable.bridge.task import DurableTask
+from umt_durable.states import OWN
 
 PINNED: Final = {
     "acks_late": DurableTask.acks_late,

@@ -22,6 +22,7 @@ from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.reporter import CeleryReporter
 from umt_durable.bridge.revoke import announce_revoked
 from umt_durable.bridge.runtime import CLAIM_KEY
+from umt_durable.bridge.storing import OUTCOME
 from umt_durable.engine import failures
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.outcomes import Delivery, Dropped, Finished, Outcome, Parked, Superseded
@@ -41,7 +42,6 @@ logger = get_logger(__name__)
 SAID = "umt_durable_said"
 """The attribute of a request that says what became of its delivery."""
 
-_FINISHED = "umt_durable_finished"
 _SETTLED = "umt_durable_settled"
 _dumps: Callable[[Any], str] = kombu_json.dumps
 _SIMPLE = (str, int, float, bool, type(None))
@@ -139,13 +139,36 @@ def _replaced(durable: Durable, request: Context, outcome: Superseded) -> None:
         durable.process_lease.forget(outcome.token.claim, outcome.events)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _End:
-    """A finished delivery until its result is stored: `published` are the outbox rows that need no relay any more."""
+    """A finished delivery until its result is stored: `published` are the outbox rows that need no relay any more.
 
+    Shape: `result` is the row of the result, if there is one; `taken` says that the tracer has set about storing it,
+    `left` that the relay has to.
+    """
+
+    run_id: str
     outcome: Finished
     envelope: Envelope
+    result: UUID | None
     published: list[UUID] = field(default_factory=list)
+    taken: bool = False
+    left: bool = False
+
+    @property
+    def state(self) -> RunState:
+        """What the run ended in."""
+        return self.outcome.state
+
+    def take(self) -> bool:
+        """Say, the first time, that the outcome is to be stored: what the tracer makes of a later error is none."""
+        first, self.taken = not self.taken, True
+        return first
+
+    def leave(self, error: Exception) -> None:
+        """Leave the result to the relay."""
+        self.left = True
+        logger.warning("the result of %s is left to the relay: %s", self.run_id, type(error).__name__)
 
     def call_back(self, durable: Durable, request: Context, value: Any = None) -> None:
         """Publish the callbacks of the run; a row whose publishing failed stays."""
@@ -162,10 +185,10 @@ class _End:
 
 
 def _finish(durable: Durable, task: DurableTask, request: Context, reporter: CeleryReporter, outcome: Finished) -> Any:
-    end, token = _End(outcome, reporter.envelope), outcome.token
+    token = outcome.token
+    row = event_id(token.run, token.fence + 1, OutboxType.RESULT, 0) if reporter.reports else None
+    end = _End(str(request.id), outcome, reporter.envelope, row)
     value = plain(outcome.value, outcome.data, durable.tasks.get(task.name, outcome.version))
-    if reporter.reports:
-        end.published.append(event_id(token.run, token.fence + 1, OutboxType.RESULT, 0))
     if outcome.error is None:
         end.call_back(durable, request, value)
     if reporter.reports and request.chord:
@@ -174,7 +197,7 @@ def _finish(durable: Durable, task: DurableTask, request: Context, reporter: Cel
     # The tracer re-reads these from the request and dispatches what is left: nothing, but the failing of later chain
     # members, which is its business.
     request.callbacks = request.errbacks = None
-    setattr(request, _FINISHED, end)
+    setattr(request, OUTCOME, end)
     if outcome.error is not None:
         raise outcome.error
     request.chain = None
@@ -191,18 +214,20 @@ def _check_chord(task: DurableTask, request: Context, reporter: CeleryReporter) 
 def forget_published(state: RunState, sender: Any) -> None:
     """Forget the outbox rows of a run whose result the tracer has just stored, as what the run ended in.
 
-    Errbacks leave only now, as Celery's own do: they may look at the failure they are called for. When the backend
-    fails under the result of a run that succeeded, the tracer stores a failure instead, once the backend is back: the
-    rows then stay, and the relay puts the result right.
+    Errbacks leave only now, as Celery's own do: they may look at the failure they are called for. What could not be
+    stored stays, and so do the errbacks: a relay stores the result, and publishes them after that.
     """
     request = sender.request if getattr(sender, "request_stack", None) else None
-    end: _End | None = getattr(request, _FINISHED, None)
+    end: _End | None = getattr(request, OUTCOME, None)
     durable = getattr(getattr(sender, "app", None), "umt_durable", None)
-    if end is None or durable is None or end.outcome.state is not state:
+    if end is None or durable is None or end.state is not state:
         return
     point("finish.result.a")
-    if end.outcome.error is not None:
-        end.call_back(durable, request)
+    if not end.left:
+        if end.outcome.error is not None:
+            end.call_back(durable, request)
+        if end.result is not None:
+            end.published.append(end.result)
     durable.process_lease.forget(end.outcome.token.claim, tuple(end.published))
 
 

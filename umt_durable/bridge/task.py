@@ -11,6 +11,7 @@ from celery import Task
 from umt_durable.bridge.deliver import is_settled
 from umt_durable.bridge.replacing import leave_for
 from umt_durable.bridge.request import DurableRequest
+from umt_durable.bridge.storing import guarded
 from umt_durable.bridge.strategy import STRATEGY
 from umt_durable.engine.async_calls import in_thread
 from umt_durable.engine.context import TaskContext, current_context, has_context
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 CELERYS_OWN = "celery."
 """How the names of Celery's own tasks begin; these are never durable."""
-
-OWN = "umt_durable."
-"""How the names of this package's own durable tasks begin."""
 
 
 class DurableTask(Task):
@@ -64,6 +62,15 @@ class DurableTask(Task):
             _make_ordinary(cls, app)
         elif getattr(app, "umt_durable", None) is not None:
             durable_of(app).adopt(cls)
+
+    @property
+    def backend(self) -> Any:
+        """The result backend, which stores what a run ended in, and nothing else for it."""
+        return guarded(super().backend)
+
+    @backend.setter
+    def backend(self, value: Any) -> None:
+        self._backend = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Execute one delivery. Called directly it is the plain function, as Celery's tasks are.
