@@ -16,6 +16,7 @@ from umt_durable.engine.context import TaskContext
 from umt_durable.engine.outcomes import Finished, Outcome, Parked
 from umt_durable.errors import DefinitionError
 from umt_durable.records import NewRun
+from umt_durable.services import router
 from umt_durable.settings import Settings
 from umt_durable.states import RunState
 from umt_durable.store import facts
@@ -199,6 +200,32 @@ def test_a_cancel_of_the_parent_ends_its_children(family: Family) -> None:
     family.engine.route()
     assert family.engine.state(parent) is RunState.CANCELLED
     assert {family.engine.state(child) for child in family.children()} == {RunState.CANCELLED}
+
+
+def test_a_cancel_reaches_all_generations_with_no_router_alive(
+    family: Family, conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @family.engine.task("grandparent")
+    def grandparent(ctx: TaskContext) -> list[int]:
+        ctx.step.spawn("loose", "double", 9)
+        return ctx.step.gather("all", [Call("parent", ([value, value],)) for value in (1, 2)])
+
+    monkeypatch.setattr(router, "FOLLOWED", 5)
+    oldest = family.engine.start("grandparent")
+    family.deliver(oldest)
+    parents = [run.id for run in family.engine.client.list(task="parent")]
+    for parent in parents:
+        family.deliver(parent)
+    abandoned, *awaited = family.children()
+
+    family.engine.client.cancel(oldest)
+
+    states = [family.engine.state(run_id) for run_id in (oldest, *parents, *awaited)]
+    assert states[:3] == [RunState.CANCELLED] * 3
+    assert sorted(states[3:]) == [RunState.CANCELLED] * 3 + [RunState.READY]  # the sixth is left to a router
+    family.engine.route()
+    assert [family.engine.state(run_id) for run_id in awaited] == [RunState.CANCELLED] * 4
+    assert family.engine.state(abandoned) is RunState.READY
 
 
 @pytest.mark.parametrize(("policy", "state"), [("abandon", RunState.READY), ("cancel", RunState.CANCELLED)])

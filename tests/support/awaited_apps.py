@@ -29,6 +29,7 @@ class Awaited:
     double: Any
     fan: Any
     swapped: Any
+    tree: Any
 
 
 def build(environ: Mapping[str, str] | None = None) -> Awaited:
@@ -128,7 +129,18 @@ def _families(durable: Durable) -> dict[str, Any]:
         """Await a child that another task takes the place of."""
         return ctx.step.call("one", leaver, value)
 
-    return {"double": double, "fan": fan, "swapped": swapped}
+    @durable.task(name="awaited.held")
+    def held(ctx: TaskContext, name: str) -> Any:
+        return ctx.step.wait_for_fact("go").payload
+
+    @durable.task(name="awaited.tree")
+    def tree(ctx: TaskContext, gate: str = "") -> int:
+        """Have children of each kind: one that is abandoned, one that ends with this run, awaited ones and theirs."""
+        ctx.step.spawn("abandoned", held, "abandoned")
+        ctx.step.spawn("bound", held, "bound", on_parent_end="cancel")
+        return sum(ctx.step.gather("all", [fan.s(2, gate), fan.s(2, gate)]))
+
+    return {"double": double, "fan": fan, "swapped": swapped, "tree": tree}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, assert_never
 from uuid import UUID
 
@@ -39,6 +40,8 @@ CHUNK: Final = 100
 MOST_LOCKED: Final = 3
 """After how many runs locked by others a chunk is cut short: each is waited for with the address locked."""
 RESCAN_CHUNK: Final = 5000
+FOLLOWED: Final = 100
+"""How many descendants of a cancelled run its canceller cancels too, before he goes on; a router has the others."""
 
 _RESCAN = '["rescan"]'  # in the same lock space as the addresses, of which none has one element
 _START: Final = (0, "")
@@ -148,14 +151,25 @@ class Router:
 def route(database: Database, settings: Settings, fact: UUID) -> RouteCounts:
     """Route one fact now, as far as nobody else does; a router finishes what stays.
 
+    Of a cancel the descendants are cancelled with their parent here, up to FOLLOWED of them: where no router lives at
+    that moment, workers that start later would begin children that nobody wants any more.
     Never fails because the database or a lock cannot be had: the fact is committed, so its sender has succeeded.
     """
+    total, due = RouteCounts(), [fact]
     try:
-        found = database.do(lambda conn: facts.get_unrouted(conn, fact), seconds=RETRY_SECONDS)
-        return RouteCounts() if found is None else _route(database, settings, fact, found.address)
+        for one in due:  # which grows meanwhile
+            found = database.do(partial(facts.get_unrouted, fact=one), seconds=RETRY_SECONDS)
+            if found is None:
+                continue
+            total = total.plus(_route(database, settings, one, found.address))
+            act = acts.act_of(found)
+            if act is not None and act.kind is acts.Kind.CANCEL and len(due) <= FOLLOWED:
+                more = partial(facts.cancels_of_children, run_id=act.run_id, limit=FOLLOWED + 1 - len(due))
+                due += database.do(more, seconds=RETRY_SECONDS)
     except DatabaseUnavailableError as error:
-        logger.debug("a router will route fact %s: %s", fact, error)
-        return RouteCounts(failed=1)
+        logger.debug("a router will route what is left of fact %s: %s", fact, error)
+        return total.plus(RouteCounts(failed=1))
+    return total
 
 
 def _route(database: Database, settings: Settings, fact: UUID, address: str) -> RouteCounts:

@@ -53,6 +53,15 @@ SELECT id, address, name, payload, actor FROM {schema}.fact WHERE id = %(fact)s 
 -- Locks: the address (held). Index: fact_address.
 SELECT id FROM {schema}.fact WHERE address = %(address)s AND routed_at IS NULL
 
+-- name: cancels_of_children :many
+-- List the unrouted cancels of the live children that end with a run which has ended.
+-- Locks: none. Index: run_id_nesting, run_children, fact_address.
+SELECT f.id
+  FROM {schema}.run AS p
+  JOIN {schema}.run AS c ON c.parent_no = p.no AND c.finished_at IS NULL AND c.on_parent_end = 'cancel'
+  JOIN {schema}.fact AS f ON f.address = jsonb_build_array('run', c.id, 'umt.cancel')::text AND f.routed_at IS NULL
+ WHERE p.id = %(run)s AND p.finished_at IS NOT NULL LIMIT %(limit)s
+
 -- name: mark_all_routed :count
 -- The same as mark_routed for several facts of one address.
 -- Locks: the address (held), fact. Index: fact_pkey.

@@ -57,6 +57,11 @@ def unrouted_at(conn: Connection, address: str) -> list[UUID]:
     return [row[0] for row in sql.many(conn, "unrouted_at", address=address)]
 
 
+def cancels_of_children(conn: Connection, run_id: str, *, limit: int) -> list[UUID]:
+    """List the unrouted cancels of the live children that end with a run which has ended."""
+    return [row[0] for row in sql.many(conn, "cancels_of_children", run=run_id, limit=limit)]
+
+
 def mark_all_routed(conn: Connection, ids: Sequence[UUID]) -> int:
     """Record that some facts of one address have been dealt with."""
     return sql.count(conn, "mark_all_routed", facts=list(ids))
