@@ -24,6 +24,7 @@ class Counter(StrEnum):
     ENQUEUED_RUN = "enqueued_run"
     FOREIGN_INTAKE = "foreign_intake"
     DUPLICATE_DELIVERY = "duplicate_delivery"
+    REFUSED_HINT = "refused_hint"
     MESSAGE_REFUSED = "message_refused"
     CLAIMED_RUN = "claimed_run"
     FINISHED_RUN = "finished_run"
@@ -70,6 +71,7 @@ MEANINGS: Final[Mapping[Counter, str]] = MappingProxyType(
         Counter.ENQUEUED_RUN: "a run was committed by this process",
         Counter.FOREIGN_INTAKE: "a message of a producer without this package became a run",
         Counter.DUPLICATE_DELIVERY: "a hint found nothing to claim: its run was claimed, parked or finished before",
+        Counter.REFUSED_HINT: "a hint came to a process without the code of its run; it comes back for one that has it",
         Counter.MESSAGE_REFUSED: "a malformed message, or one in a refused codec, was dropped",
         Counter.CLAIMED_RUN: "this process was granted a run",
         Counter.FINISHED_RUN: "a run of this process became terminal",

@@ -22,7 +22,7 @@ from celery import Celery, Task, signals
 from tests.support import gates
 from umt_durable.bridge import bootsteps
 from umt_durable.bridge.incidents import IncidentThread
-from umt_durable.bridge.runtime import CLAIM_KEY, NODE_VARIABLE, CancelAsked, ChildLost, Incident
+from umt_durable.bridge.runtime import CLAIM_KEY, NODE_VARIABLE, CancelAsked, ChildLost, HintRefused, Incident
 from umt_durable.errors import SchemaError
 from umt_durable.settings import Settings
 from umt_durable.states import RunState
@@ -112,6 +112,9 @@ def note_incident(incident: Incident) -> None:
         record("cancel_asked", ids=list(incident.ids), reason=incident.reason)
         incident.found.update(dict.fromkeys(incident.ids, RunState.RUNNING))
         incident.done.set()
+        return
+    if isinstance(incident, HintRefused):
+        record("hint_refused", id=incident.run, nesting=incident.nesting)
         return
     delivery = incident.delivery
     found: dict[str, object] = {} if delivery is None else {"claim": delivery.claim.hex, "id": delivery.run}

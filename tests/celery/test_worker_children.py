@@ -67,6 +67,9 @@ class Seen:
     ) -> None:
         raise AssertionError("no delivery is known here")
 
+    def hint_refused(self, run: str, nesting: int) -> None:
+        raise AssertionError((run, nesting))
+
     def cancel_asked(self, asked: CancelAsked) -> None:
         raise AssertionError("nobody asks for a cancel here")
 

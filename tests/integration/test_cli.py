@@ -11,7 +11,9 @@ import pytest
 from tests.integration.cli_kit import Cli, cli_for, one_line, set_revision
 from umt_durable.database import Connection
 from umt_durable.engine import failures
+from umt_durable.errors import DefinitionError
 from umt_durable.settings import Settings
+from umt_durable.states import RunState
 
 DUE = datetime(2100, 1, 1, tzinfo=UTC)
 UNKNOWN = "3c7a1f7e-0000-4000-8000-000000000000"
@@ -109,6 +111,47 @@ def test_b5_runs_are_filtered_and_paged_by_number(cli: Cli, conn: Connection, sc
     assert [line[1] for line in cli.lines("runs", "--state", "sleeping")] == [ids[2]]
     assert [line[1] for line in cli.lines("runs", "--ref", "order:1")] == [ids[1]]
     assert cli("runs", "--task", "tests.no_step").stdout == ""
+
+
+def test_paused_is_a_state_that_runs_are_listed_by(cli: Cli, conn: Connection, schema: str) -> None:
+    ids = [cli.tasks.one_step.enqueue(number).id for number in range(4)]
+    for run_id in ids[:3]:
+        cli("pause", run_id)
+    set_state(conn, schema, ids[1], "sleeping", wake_at=DUE)
+    cli("cancel", ids[2])
+    durable = cli.tasks.durable
+
+    assert [line[1] for line in cli.lines("runs", "--state", "paused")] == [ids[1], ids[0]]
+    assert [line[1] for line in cli.lines("runs", "--state", "paused", "--state", "cancelled")] == ids[2::-1]
+    assert [run.id for run in durable.list(states="paused")] == [ids[1], ids[0]]
+    assert [run.id for run in durable.list(states=["sleeping"])] == [ids[1]]
+    assert [run.id for run in durable.list(states=["paused", RunState.CANCELLED])] == ids[2::-1]
+    assert durable.list(states=[]) == []
+    with pytest.raises(DefinitionError, match="'pausing' is not a valid RunState"):
+        durable.list(states="pausing")
+
+
+def test_runs_of_the_package_s_own_tasks_are_shown_when_they_are_asked_for(
+    cli: Cli, conn: Connection, schema: str
+) -> None:
+    users = cli.tasks.one_step.enqueue(1).id
+    own = cli.tasks.one_step.enqueue(2).id
+    conn.execute(f"UPDATE {schema}.run SET task = 'umt_durable.answered' WHERE id = %s".encode(), [own])
+    durable = cli.tasks.durable
+
+    assert [line[1] for line in cli.lines("runs")] == [users]
+    assert [line[1] for line in cli.lines("runs", "--all")] == [own, users]
+    assert [line[1] for line in cli.lines("runs", "--task", "umt_durable.answered")] == [own]
+    assert [run.id for run in durable.list()] == [users]
+    assert [run.id for run in durable.list(internal=True)] == [own, users]
+    assert (durable.client.counts(), durable.client.counts(internal=True)) == ({"ready": 1}, {"ready": 2})
+    assert {*map(tuple, cli.lines("status"))} >= {("runs", "ready", "1"), ("runs", "blocked", "1")}
+    assert {*map(tuple, cli.lines("status", "--all"))} >= {("runs", "ready", "2"), ("runs", "blocked", "2")}
+    assert not [line for line in cli.lines("versions") if line[0].startswith("umt_durable.")]
+    assert ["umt_durable.answered", "1", "1", "ready:1", "0"] in cli.lines("versions", "--all")
+    assert cli.lines("versions", "--task", "umt_durable.answered") == [
+        ["umt_durable.answered", "1", "1", "ready:1", "0"]
+    ]
 
 
 def test_an_unknown_task_is_an_error_that_names_those_there_are(cli: Cli, conn: Connection, schema: str) -> None:

@@ -84,3 +84,26 @@ def test_what_makes_no_sense_is_a_usage_error_and_does_nothing(
 
     assert told in cli(*arguments, status=2).stderr
     assert states(conn) == [("ready", False)]
+
+
+def test_paused_runs_are_chosen_by_their_mark_whatever_their_state(cli: Cli, conn: Connection) -> None:
+    ids = [kit.enqueue(conn).id for _ in range(4)]
+    kit.table(conn, "UPDATE {}.run SET state = 'waiting' WHERE id = ANY(%s)", ids[1:3])
+    for run_id in ids[:2]:
+        cli("pause", run_id)
+
+    assert cli("cancel", "--state", "paused", "--dry-run").stdout == "2 runs to cancel\n"
+    assert cli("cancel", "--state", "paused", "--state", "waiting", "--dry-run").stdout == "3 runs to cancel\n"
+    for act in ("pause", "retry"):
+        assert f"{act} is not possible for paused runs" in cli(act, "--state", "paused", "--yes", status=2).stderr
+    assert "2 done, 0 passed over" in cli("resume", "--state", "paused", "--yes").stdout
+    assert [paused for _, paused in states(conn)] == [False] * 4
+
+
+def test_runs_of_the_package_s_own_tasks_are_chosen_by_their_task_alone(cli: Cli, conn: Connection) -> None:
+    own = kit.enqueue(conn, task="umt_durable.answered").id
+    kit.enqueue(conn)
+
+    assert cli("cancel", "--state", "ready", "--yes").stdout.endswith("cancel: 1 done, 0 passed over\n")
+    assert kit.state(conn, own) == "ready"
+    assert "1 done" in cli("cancel", "--task", "umt_durable.answered", "--yes").stdout

@@ -84,12 +84,13 @@ class AsyncVerbs:
         self,
         *,
         task: str | None = None,
-        states: Sequence[RunState | str] | None = None,
+        states: Sequence[RunState | str] | str | None = None,
         ref: str | None = None,
         before: int | None = None,
         limit: int = 100,
+        internal: bool = False,
     ) -> list[Run]:
         """Read a page of runs; see `Client.list`."""
         return await in_thread(
-            lambda _: self.client.list(task=task, states=states, ref=ref, before=before, limit=limit)
+            lambda _: self.client.list(task=task, states=states, ref=ref, before=before, limit=limit, internal=internal)
         )

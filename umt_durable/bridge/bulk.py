@@ -14,8 +14,9 @@ import click
 from umt_durable.bridge.console import emit, say
 from umt_durable.bridge.durable import Durable
 from umt_durable.durations import parse_duration
+from umt_durable.engine.client import hidden
 from umt_durable.errors import DurationError, UnknownRunError, WrongStatusError
-from umt_durable.states import RunState
+from umt_durable.states import PAUSED, RunState, divide
 from umt_durable.store import diagnosis
 
 BATCH: Final = 500
@@ -41,12 +42,16 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """What is done to each run, the states it is possible in, and whether the run has to be paused or not."""
+    """What is done to each run, the states it is possible in, and whether the run has to be paused or not.
+
+    Shape: `takes_paused` says whether paused runs can be chosen as such, whatever their state.
+    """
 
     name: str
     do: Callable[[str], object]
     states: Collection[RunState]
     paused: bool | None = None
+    takes_paused: bool = True
 
 
 def filters(command: F) -> F:
@@ -58,8 +63,8 @@ def filters(command: F) -> F:
             "--state",
             "states",
             multiple=True,
-            type=click.Choice([str(state) for state in RunState]),
-            help="… in this state; may be repeated …",
+            type=click.Choice([*map(str, RunState), PAUSED]),
+            help="… in this state, or paused; may be repeated …",
         ),
         click.option("--older-than", metavar="DURATION", callback=_age, help="… started longer ago than this: 1h, 2d."),
         click.option("--dry-run", is_flag=True, help="Say how many there are, and do nothing."),
@@ -84,12 +89,18 @@ def chosen(run_id: str | None, given: dict[str, Any]) -> Filter | None:
 
 
 def do_to_many(durable: Durable, act: Act, which: Filter, *, as_json: bool) -> None:
-    """Do an act to all runs that a filter chooses now; one that has changed meanwhile is passed over."""
-    wanted = [RunState(state) for state in which.states] or list(act.states)
-    wrong = [state for state in wanted if state not in act.states]
+    """Do an act to all runs that a filter chooses now; one that has changed meanwhile is passed over.
+
+    Runs of this package's own tasks are chosen by `--task` alone: whoever clears out does not mean the answers on their
+    way.
+    """
+    wanted, paused = divide(which.states or act.states)
+    wrong = [str(state) for state in wanted if state not in act.states]
+    if paused and not act.takes_paused:
+        wrong.append(PAUSED)
     if wrong:
         raise click.UsageError(f"{act.name} is not possible for {wrong[0]} runs")
-    ids = _ids(durable, act, which, wanted)
+    ids = _ids(durable, act, which, wanted, or_paused=paused)
     if not as_json:
         say(f"{len(ids)} runs to {act.name}")
     done = 0
@@ -102,8 +113,9 @@ def do_to_many(durable: Durable, act: Act, which: Filter, *, as_json: bool) -> N
         emit({"act": act.name, "chosen": len(ids), "done": done, "dry_run": which.dry_run}, [], as_json=True)
 
 
-def _ids(durable: Durable, act: Act, which: Filter, states: Sequence[RunState]) -> list[str]:
+def _ids(durable: Durable, act: Act, which: Filter, states: Sequence[RunState], *, or_paused: bool) -> list[str]:
     given: dict[str, Any] = {"states": states, "task": which.task, "paused": act.paused, "age": which.age}
+    given |= {"or_paused": or_paused, "own": hidden(which.task, internal=False)}
     ids: dict[str, None] = {}
     after = 0
     while True:

@@ -60,7 +60,7 @@ def retry(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json
     client, who = durable.client, actor()
     if which is not None:
         retry_one = partial(client.retry, actor=who, reason=reason)
-        do_to_many(durable, Act("retry", retry_one, STANDING), which, as_json=as_json)
+        do_to_many(durable, Act("retry", retry_one, STANDING, takes_paused=False), which, as_json=as_json)
         return
     assert run_id is not None
     again = client.retry(run_id, actor=who, reason=reason)
@@ -85,7 +85,7 @@ def pause(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json
     durable, which = checked(ctx), chosen(run_id, given)
     pause_one = partial(durable.client.pause, actor=actor(), reason=reason)
     if which is not None:
-        do_to_many(durable, Act("pause", pause_one, LIVE, paused=False), which, as_json=as_json)
+        do_to_many(durable, Act("pause", pause_one, LIVE, paused=False, takes_paused=False), which, as_json=as_json)
         return
     assert run_id is not None
     pause_one(run_id)

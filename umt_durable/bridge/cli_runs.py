@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import getpass
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import click
 
@@ -18,35 +19,44 @@ from umt_durable.bridge.console import Section, emit, json_option
 from umt_durable.bridge.durable import Durable
 from umt_durable.bridge.project import project_of
 from umt_durable.engine import failures
-from umt_durable.engine.client import MAX_PAGE, History
+from umt_durable.engine.client import MAX_PAGE, History, hidden
 from umt_durable.errors import DecodingError, UnknownTaskError
 from umt_durable.records import Run, StepEntry, WaitEntry
 from umt_durable.redaction import redact
-from umt_durable.states import RunState
+from umt_durable.states import OWN, PAUSED, RunState
 from umt_durable.store import diagnosis, outbox, workers
 
 Document = dict[str, Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 HIDDEN: Final = ("args", "result", "error", "digest", "fingerprint", "payload", "codec")
 
 
+def all_option(command: F) -> F:
+    """Give a command the option `--all`, as the parameter `internal`."""
+    said = f"Also the runs of the package's own tasks, {OWN}*, which bring answers to steps."
+    return click.option("--all", "internal", is_flag=True, help=said)(command)
+
+
 @click.command()
+@all_option
 @json_option
 @click.pass_context
-def status(ctx: click.Context, as_json: bool) -> None:
+def status(ctx: click.Context, internal: bool, as_json: bool) -> None:
     """Count runs by state, the outbox, live workers, and what all processes counted.
 
     Blocked are the ready runs that no live worker can take.
     """
     durable = checked(ctx)
     database = durable.database
-    counts = durable.client.counts()
+    counts = durable.client.counts(internal=internal)
+    own = hidden(None, internal=internal)
     pending, dead, oldest = database.do(outbox.status)
     live = [worker for worker in database.do(workers.recent) if worker.live]
     document: Document = {
         "schema": durable.settings.schema,
-        "runs": {state: counts.get(state, 0) for state in (*RunState, "paused")},
-        "blocked": sum(group.runs for group in database.do(diagnosis.blocked)),
+        "runs": {state: counts.get(state, 0) for state in (*RunState, PAUSED)},
+        "blocked": sum(group.runs for group in database.do(partial(diagnosis.blocked, own=own))),
         "outbox": {"pending": pending, "dead": dead, "oldest_seconds": round(oldest, 3)},
         "workers": [asdict(worker) for worker in live],
         "counters": database.do(workers.sum_counters),
@@ -63,11 +73,16 @@ def status(ctx: click.Context, as_json: bool) -> None:
 @click.command()
 @click.option("--task", metavar="NAME", help="Only runs of this task.")
 @click.option(
-    "--state", "states", multiple=True, type=click.Choice([str(state) for state in RunState]), help="May be repeated."
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice([*map(str, RunState), PAUSED]),
+    help="Only runs in this state, or paused; may be repeated.",
 )
 @click.option("--ref", metavar="REF", help="Only runs with this business key.")
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(1, MAX_PAGE))
 @click.option("--before", metavar="NO", type=int, help="The page after the run with this number.")
+@all_option
 @json_option
 @click.pass_context
 def runs(
@@ -77,6 +92,7 @@ def runs(
     ref: str | None,
     limit: int,
     before: int | None,
+    internal: bool,
     as_json: bool,
 ) -> None:
     """List runs, the newest first.
@@ -85,7 +101,9 @@ def runs(
     last run is what --before takes to go on.
     """
     durable = checked(ctx, tasks=True)
-    found = durable.client.list(task=task, states=states or None, ref=ref, before=before, limit=limit)
+    found = durable.client.list(
+        task=task, states=states or None, ref=ref, before=before, limit=limit, internal=internal
+    )
     if not found and task is not None and not durable.has_task(task) and not durable.client.list(task=task, limit=1):
         raise UnknownTaskError(task, durable.tasks.declared())
     columns = ("no", "id", "task", "state", "ref", "failures", "crashes", "queue", "created", "due")

@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
-from umt_durable.bridge.cli_runs import checked
+from umt_durable.bridge.cli_runs import all_option, checked
 from umt_durable.bridge.console import Section, emit, json_option, say
 from umt_durable.bridge.durable import Durable
+from umt_durable.engine.client import hidden
 from umt_durable.errors import UnknownTaskError
 from umt_durable.store import diagnosis, workers
 
@@ -24,9 +25,10 @@ Rows = list[dict[str, Any]]
     type=click.IntRange(1),
     help="End with status 1 while a run of this version of the task has not ended.",
 )
+@all_option
 @json_option
 @click.pass_context
-def versions(ctx: click.Context, task: str | None, drained: int | None, as_json: bool) -> None:
+def versions(ctx: click.Context, task: str | None, drained: int | None, internal: bool, as_json: bool) -> None:
     """Count the runs that have not ended by task and version, and the live workers that have each version.
 
     The code of a version can go when none of its runs is left; --require-drained says so to a deployment.
@@ -34,7 +36,7 @@ def versions(ctx: click.Context, task: str | None, drained: int | None, as_json:
     if drained is not None and task is None:
         raise click.UsageError("--require-drained needs --task: versions are counted for each task")
     durable = checked(ctx, tasks=True)
-    found = _versions(durable, task)
+    found = _versions(durable, task, internal=internal)
     if task is not None and not found and not durable.client.list(task=task, limit=1):
         raise UnknownTaskError(task, durable.tasks.declared())
     columns = ("task", "version", "runs", "states", "workers")
@@ -49,16 +51,17 @@ def versions(ctx: click.Context, task: str | None, drained: int | None, as_json:
         say(f"{task}@{drained} is drained")
 
 
-def _versions(durable: Durable, task: str | None) -> Rows:
+def _versions(durable: Durable, task: str | None, *, internal: bool) -> Rows:
     """Return each version that a run needs, a live worker has, or this app declares."""
+    left_out = hidden(task, internal=internal)
     live = [set(worker.versions) for worker in durable.database.do(workers.recent) if worker.live]
     names = {name for had in (*live, durable.tasks.declared()) for name in had if not name.startswith("@")}
     states: dict[tuple[str, int | None], dict[str, int]] = {}
     for name in names:
         own, _, number = name.rpartition("@")
-        if own and (task is None or own == task):
+        if own and (task is None or own == task) and not (left_out and own.startswith(left_out)):
             states[own, int(number)] = {}
-    for group in durable.database.do(lambda conn: diagnosis.by_version(conn, task)):
+    for group in durable.database.do(lambda conn: diagnosis.by_version(conn, task, own=left_out)):
         states.setdefault((group.task, group.version), {})[group.state] = group.runs
     return [
         {

@@ -47,6 +47,7 @@ from umt_durable.services.intake import take_in
 from umt_durable.services.lease import Lease
 from umt_durable.services.maintenance import Maintenance
 from umt_durable.services.pulse import Pulse
+from umt_durable.services.refusals import Refusals
 from umt_durable.services.relay import Relay
 from umt_durable.session import Binding
 from umt_durable.settings import Settings
@@ -236,13 +237,14 @@ class Durable(AsyncVerbs):
         self,
         *,
         task: str | None = None,
-        states: Sequence[RunState | str] | None = None,
+        states: Sequence[RunState | str] | str | None = None,
         ref: str | None = None,
         before: int | None = None,
         limit: int = 100,
+        internal: bool = False,
     ) -> list[Run]:
         """Read a page of runs; see `Client.list`."""
-        return self.client.list(task=task, states=states, ref=ref, before=before, limit=limit)
+        return self.client.list(task=task, states=states, ref=ref, before=before, limit=limit, internal=internal)
 
     @property
     def ops(self) -> Ops:
@@ -291,6 +293,11 @@ class Durable(AsyncVerbs):
     def incidents(self) -> IncidentThread:
         """Takes what the main process sees happen to its children."""
         return IncidentThread(partial(handle_incident, self))
+
+    @cached_property
+    def refusals(self) -> Refusals:
+        """Has hints come back that this process cannot use."""
+        return Refusals(self.database, self.settings)
 
     @cached_property
     def pulse(self) -> Pulse:
@@ -347,7 +354,13 @@ class Durable(AsyncVerbs):
     def executor(self) -> Executor:
         """Return what executes deliveries in this process."""
         return Executor(
-            self.database, self.process_lease, self.settings, self.tasks, self.bindings, is_leaving=is_leaving
+            self.database,
+            self.process_lease,
+            self.settings,
+            self.tasks,
+            self.bindings,
+            refusals=self.refusals,
+            is_leaving=is_leaving,
         )
 
     def take_in(self, batch: Sequence[TaskMessage]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, assert_never
 from celery.worker import state as worker_state
 
 from umt_durable.bridge import revoke
-from umt_durable.bridge.runtime import CancelAsked, ChildLost, DeliveryEnded, Incident
+from umt_durable.bridge.runtime import CancelAsked, ChildLost, DeliveryEnded, HintRefused, Incident
 from umt_durable.services import takeover
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def reserved_hints() -> dict[str, int]:
 
 
 def handle_incident(durable: Durable, incident: Incident) -> None:
-    """End the grants of a lost child or delivery and have its runs hinted again, or cancel runs; wake the relay.
+    """End the grants of a lost child or delivery and have its runs hinted again, or cancel runs, and wake the relay; or
+    have a hint come back later for a worker that can use it.
 
     Errors: DatabaseUnavailableError; repeating it is safe.
     """
@@ -46,6 +47,9 @@ def handle_incident(durable: Durable, incident: Incident) -> None:
             _cancel(durable, incident)
         case ChildLost() | DeliveryEnded():
             _end(durable, incident)
+        case HintRefused(run=run, nesting=nesting):
+            durable.refusals.refuse(run, nesting)
+            return
         case _:
             assert_never(incident)
     durable.pulse.wake()

@@ -76,7 +76,15 @@ class CancelAsked:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-Incident = ChildLost | DeliveryEnded | CancelAsked
+@dataclass(frozen=True, slots=True)
+class HintRefused:
+    """A hint came to this worker, which has not the task of its run."""
+
+    run: str
+    nesting: int
+
+
+Incident = ChildLost | DeliveryEnded | CancelAsked | HintRefused
 
 
 class Incidents(Protocol):
@@ -95,6 +103,9 @@ class Incidents(Protocol):
 
     def cancel_asked(self, asked: CancelAsked) -> None:
         """Queue that runs are to be cancelled."""
+
+    def hint_refused(self, run: str, nesting: int) -> None:
+        """Queue that a hint came here whose run's task only others have; behind no incident, and before none."""
 
     def start(self) -> None:
         """Start to act on what is queued. Called once, in the main process, after the pool has started."""

@@ -12,10 +12,11 @@ from typing import Any
 from celery import bootsteps
 from celery.utils.log import get_logger
 
-from umt_durable.bridge.fields import MAX_ID, is_name
+from umt_durable.bridge.fields import MAX_ID, Fields, is_name
 from umt_durable.bridge.intake import ConsumerSide, refuse
 from umt_durable.bridge.message import is_hint
 from umt_durable.bridge.raw import RawGuard
+from umt_durable.bridge.runtime import runtime_of
 from umt_durable.bridge.strategy import is_durable, run_id_of
 from umt_durable.errors import MessageRefusedError
 
@@ -100,7 +101,16 @@ class UnknownMessages(bootsteps.StartStopStep):
             self._stock_decode_error(message, exc)
 
     def _leave_blocked(self, message: Any, name: object, run: object) -> None:
+        """Ack a message of a run that this worker cannot execute; its hint comes back for a worker that can."""
         logger.warning("Durable task %.100r is not registered here; run %.100r stays blocked", name, run)
+        headers = message.headers if isinstance(message.headers, Mapping) else {}
+        try:
+            fields = Fields(name, {**headers, "id": run})
+            refused = fields.run_id(), fields.number("replaced_task_nesting") or 0
+        except MessageRefusedError as error:
+            logger.debug("nobody is asked for its hint again: %s", error)
+        else:
+            runtime_of(self._consumer.app).incidents.hint_refused(*refused)
         message.ack_log_error(logger, self._consumer.connection_errors)
 
     def _drop(self, message: Any, reason: str) -> None:

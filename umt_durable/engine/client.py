@@ -32,7 +32,7 @@ from umt_durable.services.acts import MAX_REASON, Kind
 from umt_durable.session import Caller, caller
 from umt_durable.settings import Settings
 from umt_durable.sql import statements
-from umt_durable.states import RunState, WaitState
+from umt_durable.states import OWN, RunState, WaitState, divide
 from umt_durable.store import attempts, audit, facts, journal, runs, waits
 
 T = TypeVar("T")
@@ -297,13 +297,17 @@ class Client(Access):
         self,
         *,
         task: str | None = None,
-        states: Sequence[RunState | str] | None = None,
+        states: Sequence[RunState | str] | str | None = None,
         ref: str | None = None,
         before: int | None = None,
         limit: int = 100,
+        internal: bool = False,
     ) -> list[Run]:
         """Read a page of runs, the newest first. `before` is the `no` of the last run of the page before.
 
+        Shape: `states` are one state or several, `paused` among them: it stands for the live runs that are paused,
+        whatever their state. The runs of this package's own tasks are left out unless `internal` asks for them, or
+        `task` names one.
         Errors: DefinitionError for a limit outside 1 to 1000, a state that is none, a task or ref that no run can have.
         """
         texts.check("task", task)
@@ -311,10 +315,16 @@ class Client(Access):
         if not 1 <= limit <= MAX_PAGE:
             raise DefinitionError(f"limit must be from 1 to {MAX_PAGE}, not {limit}")
         try:
-            wanted = None if states is None else [RunState(state) for state in states]
+            wanted, paused = divide([states] if isinstance(states, str) else states or ())
         except ValueError as error:
             raise DefinitionError(str(error)) from None
-        return self._do(lambda conn: runs.page(conn, task=task, states=wanted, ref=ref, before=before, limit=limit))
+        given: dict[str, Any] = {"task": task, "ref": ref, "before": before, "limit": limit}
+        given |= {
+            "states": None if states is None else wanted,
+            "paused": paused,
+            "own": hidden(task, internal=internal),
+        }
+        return self._do(lambda conn: runs.page(conn, **given))
 
     def history(self, run_id: str) -> History:
         """Read what happened to a run.
@@ -334,9 +344,9 @@ class Client(Access):
 
         return self._do(read)
 
-    def counts(self) -> dict[str, int]:
-        """Count runs by state, paused ones under `paused`."""
-        return self._do(runs.count_by_state)
+    def counts(self, *, internal: bool = False) -> dict[str, int]:
+        """Count runs by state, paused ones under `paused`; those of this package's own tasks only as for `list`."""
+        return self._do(lambda conn: runs.count_by_state(conn, own=hidden(None, internal=internal)))
 
     def result(self, run: Run, annotation: Any = codec.EMPTY) -> Any:
         """Return the result of a succeeded run, typed by an annotation if one is given."""
@@ -376,6 +386,11 @@ class Client(Access):
         """Apply a fact of our own transaction at once; where someone else does it, or nothing can, a router will."""
         router.route(self._database, self._settings, fact)
         self._notify()
+
+
+def hidden(task: str | None, *, internal: bool) -> str | None:
+    """Return how the names of tasks begin whose runs are not shown: this package's own, unless they are asked for."""
+    return None if internal or (task is not None and task.startswith(OWN)) else OWN
 
 
 def new_run_id() -> str:

@@ -23,6 +23,7 @@ from umt_durable.failpoints import point
 from umt_durable.records import Grant, Token
 from umt_durable.services import takeover
 from umt_durable.services.lease import Lease
+from umt_durable.services.refusals import Refusals
 from umt_durable.session import Binding
 from umt_durable.settings import Settings
 from umt_durable.store import outbox, runs, workers
@@ -41,9 +42,14 @@ class Executor:
         tasks: TaskRegistry,
         bindings: Mapping[str, Binding] | None = None,
         *,
+        refusals: Refusals | None = None,
         is_leaving: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Make the executor of a process; `is_leaving` says whether it shuts down: runs are then handed over."""
+        """Make an executor; `refusals` are those of its process.
+
+        Shape: `is_leaving` says whether the process shuts down: runs are then handed over.
+        """
+        self._refusals = refusals or Refusals(database, settings)
         self._is_leaving = is_leaving
         self._database = database
         self._lease = lease
@@ -65,8 +71,7 @@ class Executor:
             worker = self._lease.ensure()
             sent, grant = self._claim(delivery, worker)
         if grant is None:
-            telemetry.count(telemetry.Counter.DUPLICATE_DELIVERY)
-            return Dropped("nothing to claim: the run is being executed, parked or finished")
+            return self._not_had(delivery)
         point("claim.a")
         telemetry.count(telemetry.Counter.CLAIMED_RUN)
         attempt = Attempt(self._database, self._lease, grant, sent=sent, is_leaving=self._is_leaving)
@@ -111,6 +116,14 @@ class Executor:
             # The claim may have been granted, or be so yet: under a lost lease it cannot, and nobody would execute it.
             self._lease.lose()
             raise
+
+    def _not_had(self, delivery: Delivery) -> Dropped:
+        """Drop a delivery whose run could not be claimed; if that is for its version, another worker gets its hint."""
+        versions = self._tasks.versions(delivery.task)
+        if self._refusals.refuse(delivery.run_id, delivery.nesting, task=delivery.task, versions=versions):
+            return Dropped("this worker has not the run's version")
+        telemetry.count(telemetry.Counter.DUPLICATE_DELIVERY)
+        return Dropped("nothing to claim: the run is being executed, parked or finished")
 
     def _abandoned(self, how: Abandoned, attempt: Attempt, reporter: Reporter) -> Dropped:
         """Leave the run to whoever has it, or give it up, and repair an interim state that may hide its outcome."""

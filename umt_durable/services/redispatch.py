@@ -69,6 +69,7 @@ class _Overdue(NamedTuple):
     queue: str | None
     task: str
     live: bool
+    dropped: bool
 
 
 @dataclass(slots=True)
@@ -147,9 +148,12 @@ class Redispatch:
         for one in overdue:
             if not one.live:
                 later.append(one.run)
-                continue
-            queues = queues or self._look_at_queues()
-            (again if self._is_missing(one, queues) else later).append(one.run)
+            elif one.dropped:
+                # Whatever else is in its queue, its hint is not: it was dropped while no live worker had the code.
+                again.append(one.run)
+            else:
+                queues = queues or self._look_at_queues()
+                (again if self._is_missing(one, queues) else later).append(one.run)
         return again, later
 
     def _look_at_queues(self) -> _Queues:

@@ -6,7 +6,8 @@
 SELECT args, codec FROM {schema}.run WHERE no = %(run)s
 
 -- name: blocked_runs :many
--- Count, by task and version, the ready runs that no live worker can take.
+-- Count, by task and version, the ready runs that no live worker can take, without those of tasks whose names begin with
+-- `own`.
 -- Locks: none. Index: run_ready.
 WITH live AS MATERIALIZED (
     SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now())
@@ -14,21 +15,26 @@ SELECT task, version, count(*), min(id)
   FROM {schema}.run
  WHERE state = 'ready' AND paused_at IS NULL
    AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) NOT IN (SELECT version FROM live)
+   AND (%(own)s::text IS NULL OR NOT starts_with(task, %(own)s))
  GROUP BY task, version ORDER BY count(*) DESC, task, version
 
 -- name: live_runs_by_version :many
--- Count by task, version and state the runs that have not ended, paused ones under their own name.
+-- Count by task, version and state the runs that have not ended, paused ones under their own name, without those of
+-- tasks whose names begin with `own`.
 -- Locks: none. Index: none (a scan; for people).
 SELECT task, version, CASE WHEN paused_at IS NULL THEN state ELSE 'paused' END AS stands, count(*)
   FROM {schema}.run
  WHERE finished_at IS NULL AND (%(task)s::text IS NULL OR task = %(task)s)
+   AND (%(own)s::text IS NULL OR NOT starts_with(task, %(own)s))
  GROUP BY task, version, stands ORDER BY task, version, stands
 
 -- name: select_runs :many
--- List (no, id) of the next runs that people want something of, by task, state, whether paused, and age.
+-- List (no, id) of the next runs that people want something of, by task, state or mark of a pause, whether paused, and
+-- age, without those of tasks whose names begin with `own`.
 -- Locks: none. Index: run_pkey.
 SELECT no, id FROM {schema}.run
- WHERE no > %(after)s AND state = ANY(%(states)s)
+ WHERE no > %(after)s AND (state = ANY(%(states)s) OR (%(or_paused)s AND paused_at IS NOT NULL AND finished_at IS NULL))
+   AND (%(own)s::text IS NULL OR NOT starts_with(task, %(own)s))
    AND (%(task)s::text IS NULL OR task = %(task)s)
    AND (%(paused)s::boolean IS NULL OR (paused_at IS NOT NULL) = %(paused)s)
    AND (%(age)s::interval IS NULL OR created_at <= (SELECT {schema}.now()) - %(age)s::interval)

@@ -545,14 +545,15 @@ ON CONFLICT ON CONSTRAINT outbox_event_pkey DO UPDATE
 RETURNING run
 
 -- name: overdue_ready_runs :many
--- List ready runs whose hint is overdue and not in the outbox (a dead row never strands a run), with their queue, and
--- whether a live worker can take them. Compared by the run and not by the hint's id, which would be hashed for each of
+-- List ready runs whose hint is overdue and not in the outbox (a dead row never strands a run), with their queue, whether
+-- a live worker can take them, and whether their hint is known to be nowhere (`redelivers` is negative then). Compared by the run and not by the hint's id, which would be hashed for each of
 -- a backlog's rows; a hint of an older ready period delays its run until a relay has dropped it.
 -- Locks: none. Index: run_ready, outbox_event_due.
 WITH live AS MATERIALIZED (
     SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now())
 SELECT r.no, r.queue, r.task,
-       (CASE WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live)
+       (CASE WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live),
+       r.redelivers < 0
   FROM {schema}.run AS r
  WHERE r.state = 'ready' AND r.deliver_by <= (SELECT {schema}.now()) AND r.paused_at IS NULL
    AND NOT EXISTS (SELECT 1 FROM {schema}.outbox_event AS o WHERE o.run = r.no AND o.type = 'run' AND o.status = 'pending')
@@ -567,8 +568,8 @@ WITH c AS MATERIALIZED (
      ORDER BY no FOR UPDATE SKIP LOCKED),
 u AS (
     UPDATE {schema}.run
-       SET redelivers = redelivers + 1,
-           deliver_by = {schema}.now() + least(%(deliver)s::interval * power(2, least(redelivers + 1, 20)), interval '1 hour')
+       SET redelivers = greatest(redelivers, 0) + 1,
+           deliver_by = {schema}.now() + least(%(deliver)s::interval * power(2, least(greatest(redelivers, 0) + 1, 20)), interval '1 hour')
       FROM c WHERE run.no = c.no
     RETURNING run.no, run.fence, run.wake_at, run.priority)
 INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
@@ -586,8 +587,8 @@ WITH c AS MATERIALIZED (
      WHERE no = ANY(%(runs)s) AND state = 'ready' AND deliver_by <= (SELECT {schema}.now())
      ORDER BY no FOR UPDATE SKIP LOCKED)
 UPDATE {schema}.run
-   SET redelivers = redelivers + 1,
-       deliver_by = {schema}.now() + least(%(deliver)s::interval * power(2, least(redelivers + 1, 20)), interval '1 hour')
+   SET redelivers = CASE WHEN redelivers < 0 THEN redelivers - 1 ELSE redelivers + 1 END,
+       deliver_by = {schema}.now() + least(%(deliver)s::interval * power(2, least(abs(redelivers) + 1, 20)), interval '1 hour')
   FROM c WHERE run.no = c.no
 
 -- name: rehint_ready_runs :many
@@ -616,15 +617,43 @@ c AS MATERIALIZED (
      WHERE no = ANY(%(runs)s) AND state = 'ready'
        AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) NOT IN (SELECT version FROM live)
      ORDER BY no FOR UPDATE SKIP LOCKED)
-UPDATE {schema}.run SET redelivers = greatest(redelivers, 1) FROM c WHERE run.no = c.no
+UPDATE {schema}.run SET redelivers = - greatest(abs(redelivers), 1) FROM c WHERE run.no = c.no
 RETURNING run.no
+
+-- name: refuse_hint :maybe
+-- A hint came to a process that has not the code for its run: write it again for later if a live worker has that code,
+-- or else note that it is nowhere. `spread` is how much later at least; a run's own time begins at half a second and
+-- doubles to 8. The reply says whether a hint was written; no row: the run is not ready, or this process has its code.
+-- Locks: run (SKIP LOCKED), then outbox_event. Index: run_id_nesting.
+WITH live AS MATERIALIZED (
+    SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now()),
+c AS MATERIALIZED (
+    SELECT no, greatest(%(spread)s::interval, interval '0.5 s' * power(2, least(abs(redelivers), 4))) AS later,
+           (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) IN (SELECT version FROM live) AS live
+      FROM {schema}.run
+     WHERE id = %(id)s AND nesting = %(nesting)s AND state = 'ready' AND paused_at IS NULL
+       AND NOT coalesce(task = %(task)s::text AND (version IS NULL OR version = ANY(%(versions)s::int[])), false)
+       FOR UPDATE SKIP LOCKED),
+u AS (
+    UPDATE {schema}.run
+       SET redelivers = CASE WHEN c.live THEN greatest(abs(redelivers), least(abs(redelivers) + 1, 4)) ELSE - greatest(abs(redelivers), 1) END,
+           deliver_by = CASE WHEN c.live THEN {schema}.now() + c.later + %(deliver)s::interval ELSE deliver_by END
+      FROM c WHERE run.no = c.no
+    RETURNING run.no, run.fence, run.wake_at, run.priority, c.later, c.live),
+o AS (
+    INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+    SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), greatest(wake_at, {schema}.now() + later)
+      FROM u WHERE live
+    ON CONFLICT ON CONSTRAINT outbox_event_pkey DO UPDATE
+       SET claim = NULL, status = 'pending', attempts = 0, next_attempt_at = excluded.next_attempt_at)
+SELECT live FROM u
 
 -- name: bring_versions :one
 -- A starting worker makes ready runs of what it brings due for delivery at once: those among the next `limit` ready runs
 -- after a place. The reply is the place of the last one looked at (null: there are no more), and how many were brought.
 -- Locks: run (SKIP LOCKED). Index: run_ready.
 WITH s AS MATERIALIZED (
-    SELECT no, deliver_by, redelivers > 0 AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) = ANY(%(versions)s) AS brought
+    SELECT no, deliver_by, redelivers <> 0 AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) = ANY(%(versions)s) AS brought
       FROM {schema}.run
      WHERE state = 'ready' AND paused_at IS NULL AND deliver_by > (SELECT {schema}.now()) AND (deliver_by, no) > (%(after)s, %(after_no)s)
      ORDER BY deliver_by, no LIMIT %(limit)s),
@@ -633,7 +662,8 @@ c AS MATERIALIZED (
      WHERE no IN (SELECT no FROM s WHERE brought) AND state = 'ready'
        FOR UPDATE SKIP LOCKED),
 u AS (
-    UPDATE {schema}.run SET deliver_by = {schema}.now(), redelivers = 0 FROM c WHERE run.no = c.no
+    UPDATE {schema}.run SET deliver_by = {schema}.now(), redelivers = CASE WHEN redelivers < 0 THEN -1 ELSE 0 END
+      FROM c WHERE run.no = c.no
     RETURNING 1)
 SELECT last.deliver_by, last.no, (SELECT count(*) FROM s), (SELECT count(*) FROM u)
   FROM (SELECT 1) AS one LEFT JOIN (SELECT deliver_by, no FROM s ORDER BY deliver_by DESC, no DESC LIMIT 1) AS last ON true
@@ -667,7 +697,8 @@ SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at
   FROM {schema}.run WHERE id = %(id)s ORDER BY nesting DESC LIMIT 1
 
 -- name: list_runs :many
--- Read a page of runs, the newest first, below a given number.
+-- Read a page of runs, the newest first, below a given number: in one of these states, or paused. Without the tasks of a
+-- package whose names begin so (`own`).
 -- Locks: none. Index: run_pkey.
 SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
        attributes, NULL::bytea, NULL::bytea, codec, created_at, finished_at,
@@ -675,15 +706,16 @@ SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at
   FROM {schema}.run
  WHERE (%(before)s::bigint IS NULL OR no < %(before)s)
    AND (%(task)s::text IS NULL OR task = %(task)s)
-   AND (%(states)s::text[] IS NULL OR state = ANY(%(states)s))
+   AND (%(states)s::text[] IS NULL OR state = ANY(%(states)s) OR (%(paused)s AND paused_at IS NOT NULL AND finished_at IS NULL))
+   AND (%(own)s::text IS NULL OR NOT starts_with(task, %(own)s))
    AND (%(ref)s::text IS NULL OR ref = %(ref)s)
  ORDER BY no DESC LIMIT %(limit)s
 
 -- name: count_by_state :many
--- Count runs by state, paused ones under their own name.
+-- Count runs by state, paused ones under their own name, without those of tasks whose names begin with `own`.
 -- Locks: none. Index: none (a scan; for people).
 SELECT CASE WHEN paused_at IS NOT NULL AND finished_at IS NULL THEN 'paused' ELSE state END, count(*)
-  FROM {schema}.run GROUP BY 1 ORDER BY 1
+  FROM {schema}.run WHERE %(own)s::text IS NULL OR NOT starts_with(task, %(own)s) GROUP BY 1 ORDER BY 1
 
 -- name: due_work :one
 -- Say in one look which duties have work: outbox rows, due runs, lost runs, unrouted facts, overdue hints, expired runs,

@@ -106,31 +106,48 @@ def arguments(conn: Connection, run: RunNo) -> tuple[bytes, int] | None:
     return None if row is None or row[0] is None else (row[0], row[1])
 
 
-def blocked(conn: Connection) -> list[StillRuns]:
-    """Count the ready runs that no live worker can take."""
+def blocked(conn: Connection, *, own: str | None = None) -> list[StillRuns]:
+    """Count the ready runs that no live worker can take; tasks whose names begin with `own` are left out."""
     return [
-        StillRuns(task, version, None, runs, example) for task, version, runs, example in sql.many(conn, "blocked_runs")
+        StillRuns(task, version, None, runs, example)
+        for task, version, runs, example in sql.many(conn, "blocked_runs", own=own)
     ]
 
 
-def by_version(conn: Connection, task: str | None) -> list[RunsOfVersion]:
-    """Count the runs, of one task or of all, that have not ended."""
-    return [RunsOfVersion(*row) for row in sql.many(conn, "live_runs_by_version", task=task)]
+def by_version(conn: Connection, task: str | None, *, own: str | None = None) -> list[RunsOfVersion]:
+    """Count the runs, of one task or of all, that have not ended; tasks whose names begin with `own` are left out."""
+    return [RunsOfVersion(*row) for row in sql.many(conn, "live_runs_by_version", task=task, own=own)]
 
 
 def select_runs(
     conn: Connection,
     *,
     states: Collection[RunState],
+    or_paused: bool,
     task: str | None,
     paused: bool | None,
     age: timedelta | None,
+    own: str | None,
     after: int,
     limit: int,
 ) -> list[tuple[int, str]]:
-    """List (no, id) of the next runs beyond a number: in one of these states, of a task, paused or not, so old."""
-    given = {"task": task, "paused": paused, "age": age, "after": after, "limit": limit}
-    return [(row[0], row[1]) for row in sql.many(conn, "select_runs", states=[str(one) for one in states], **given)]
+    """List (no, id) of the next runs beyond a number: in one of these states, of a task, paused or not, so old.
+
+    Shape: `or_paused` adds the paused runs to those in these states; tasks whose names begin with `own` are left out.
+    """
+    rows = sql.many(
+        conn,
+        "select_runs",
+        states=[str(one) for one in states],
+        or_paused=or_paused,
+        task=task,
+        paused=paused,
+        age=age,
+        own=own,
+        after=after,
+        limit=limit,
+    )
+    return [(row[0], row[1]) for row in rows]
 
 
 def quarantined(conn: Connection) -> list[StillRuns]:

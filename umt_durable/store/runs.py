@@ -412,9 +412,13 @@ def rehint(conn: Connection, id: str, nesting: int) -> bool:
     return sql.maybe(conn, "rehint_run", id=id, nesting=nesting) is not None
 
 
-def overdue_ready(conn: Connection, *, limit: int) -> list[tuple[int, str | None, str, bool]]:
-    """List (run, queue, task, a live worker can take it) of ready runs whose hint is overdue and not in the outbox."""
-    return [(row[0], row[1], row[2], bool(row[3])) for row in sql.many(conn, "overdue_ready_runs", limit=limit)]
+def overdue_ready(conn: Connection, *, limit: int) -> list[tuple[int, str | None, str, bool, bool]]:
+    """List ready runs whose hint is overdue and not in the outbox.
+
+    Shape: (run, queue, task, a live worker can take it, the hint is known to be nowhere).
+    """
+    rows = sql.many(conn, "overdue_ready_runs", limit=limit)
+    return [(row[0], row[1], row[2], bool(row[3]), bool(row[4])) for row in rows]
 
 
 def redispatch(conn: Connection, runs: Sequence[int], *, deliver_seconds: float) -> int:
@@ -436,6 +440,35 @@ def rehint_ready(conn: Connection, *, after: int, limit: int, deliver_seconds: f
 def shelve(conn: Connection, runs: Sequence[int]) -> set[int]:
     """Note for ready runs that no live worker can take them, so that whoever can finds them; return which these are."""
     return {row[0] for row in sql.many(conn, "shelve_runs", runs=list(runs))}
+
+
+def refuse_hint(
+    conn: Connection,
+    id: str,
+    nesting: int,
+    *,
+    task: str | None,
+    versions: Sequence[int],
+    spread_seconds: float,
+    deliver_seconds: float,
+) -> bool | None:
+    """Have the hint of a ready run come back later that this process has not the code for.
+
+    Shape: `task` and `versions` are what it has of the task, `spread_seconds` is how much later at least. True: a live
+    worker has the code, and the hint is written again; False: none has; None: the run is not ready, or it was no
+    refusal.
+    """
+    row = sql.maybe(
+        conn,
+        "refuse_hint",
+        id=id,
+        nesting=nesting,
+        task=task,
+        versions=list(versions),
+        spread=timedelta(seconds=spread_seconds),
+        deliver=timedelta(seconds=deliver_seconds),
+    )
+    return None if row is None else bool(row[0])
 
 
 ReadyPlace: TypeAlias = tuple[datetime, int]  # deliver_by and number of a ready run
@@ -481,19 +514,24 @@ def page(
     *,
     task: str | None = None,
     states: Sequence[RunState] | None = None,
+    paused: bool = False,
+    own: str | None = None,
     ref: str | None = None,
     before: int | None = None,
     limit: int = 100,
 ) -> list[Run]:
-    """Read a page of runs, the newest first, below the number of the last one seen."""
+    """Read a page of runs, the newest first, below the number of the last one seen.
+
+    Shape: `paused` adds the paused runs to those in these states; tasks whose names begin with `own` are left out.
+    """
+    given = {"task": task, "ref": ref, "before": before, "limit": limit, "paused": paused, "own": own}
     names = None if states is None else [str(state) for state in states]
-    rows = sql.many(conn, "list_runs", task=task, states=names, ref=ref, before=before, limit=limit)
-    return [_run(row) for row in rows]
+    return [_run(row) for row in sql.many(conn, "list_runs", states=names, **given)]
 
 
-def count_by_state(conn: Connection) -> dict[str, int]:
-    """Count runs by state, paused ones under `paused`."""
-    return dict(sql.many(conn, "count_by_state"))
+def count_by_state(conn: Connection, *, own: str | None = None) -> dict[str, int]:
+    """Count runs by state, paused ones under `paused`; tasks whose names begin with `own` are left out."""
+    return dict(sql.many(conn, "count_by_state", own=own))
 
 
 def due_work(conn: Connection) -> tuple[bool, bool, bool, bool, bool, bool, bool]:

@@ -1,0 +1,54 @@
+"""Hints that came to a process without the code for their runs, on a queue that it shares with workers that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from umt_durable import telemetry
+from umt_durable.clock import boottime
+from umt_durable.database import Database
+from umt_durable.settings import Settings
+from umt_durable.store import runs
+
+A_SECOND: Final = 50
+"""How many refused hints of one process come back in a second, however many it gets to see."""
+
+
+class Refusals:
+    """Has the hints come back that this process refuses; one for each process, used by any of its threads.
+
+    Keeps: I1 (a refused hint is no lost one), I19 (none comes back at once, nor many together).
+    """
+
+    def __init__(self, database: Database, settings: Settings) -> None:
+        self._database = database
+        self._settings = settings
+        self._next = 0.0  # two threads that meet here cost a hint its place in the row, no more
+
+    def refuse(self, run_id: str, nesting: int, *, task: str | None = None, versions: Sequence[int] = ()) -> bool:
+        """Have the hint of a run come back a little later, if a live worker can use it, and say whether it was refused.
+
+        Shape: `task` and `versions` are what this process has of the run's task, nothing for one it does not know. A
+        run that is not ready, or that this process can execute, was not refused.
+        Errors: DatabaseUnavailableError; repeating it is safe.
+        """
+        now = boottime()
+        place = max(now, self._next)
+        again = self._database.do(
+            lambda conn: runs.refuse_hint(
+                conn,
+                run_id,
+                nesting,
+                task=task,
+                versions=versions,
+                spread_seconds=place - now,
+                deliver_seconds=self._settings.deliver_seconds,
+            )
+        )
+        if again is None:
+            return False
+        if again:
+            self._next = place + 1 / A_SECOND
+        telemetry.count(telemetry.Counter.REFUSED_HINT)
+        return True
