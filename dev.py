@@ -34,10 +34,12 @@ MATRIX = (
     "tests/celery/test_traces.py",
     "tests/celery/test_awaited_tasks.py",
     "tests/celery/test_children_runs.py",
+    "tests/celery/test_revoke_families.py",
     "tests/celery/test_parallel_runs.py",
     "tests/celery/test_existing_tasks.py",
     "tests/e2e/test_adopt.py",
     "tests/smoke/nodes",
+    "tests/smoke/containers",
 )
 
 Programs = List[List[str]]
