@@ -18,7 +18,7 @@
     ├── UnknownRunError
     ├── UnknownEventError             no row of the outbox has this id
     ├── WrongStatusError              what a person wants of a run is not possible in its state
-    ├── UnknownStepError              no step of this key waits for an answer
+    ├── UnknownStepError              the run has no step of this key, or none that waits for an answer
     ├── IdempotencyConflictError      the same key was used with other input
     ├── RunExistsError                the same key was used before, and the caller wants a new run or none
     ├── OpConflictError               the same op key was used with another request
@@ -181,12 +181,12 @@ class WrongStatusError(DurableError):
 
 
 class UnknownStepError(DurableError):
-    """No step of this key waits for an answer in this run."""
+    """The run has no step of this key; or none that waits for an answer, where one is to be given."""
 
-    def __init__(self, run: str, step: str) -> None:
+    def __init__(self, run: str, step: str, wanted: str = " that waits for an answer") -> None:
         self.run = run
         self.step = step
-        super().__init__(f"run {run!r} has no step {step!r} that waits for an answer")
+        super().__init__(f"run {run!r} has no step {step!r}{wanted}")
 
 
 class IdempotencyConflictError(DurableError):

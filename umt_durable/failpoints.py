@@ -137,6 +137,8 @@ NAMES: Final[tuple[str, ...]] = (
     "release.commit.b",
     "release.commit.a",
     "release.commit.r",
+    "continue.commit.b",
+    "continue.commit.a",
     "retry.commit.b",
     "retry.commit.a",
     "retry.commit.r",

@@ -25,7 +25,11 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a claim gives: the token, and the run as the attempt needs it."""
+    """What a claim gives: the token, and the run as the attempt needs it.
+
+    Shape: `generation` counts how often the run was continued as new; `age_seconds` is the time since the run was made,
+    `generation_seconds` that since it was last continued.
+    """
 
     token: Token
     cancel: bool
@@ -39,6 +43,8 @@ class Grant:
     envelope: bytes | None
     age_seconds: float
     queue: str | None = None
+    generation: int = 0
+    generation_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +334,9 @@ class Run:
     created_at: datetime
     finished_at: datetime | None
     retry_of: str | None = None
+    fork_of: str | None = None
+    generation: int = 0
+    continued_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +348,22 @@ class RetriedRun:
     nesting: int
     state: RunState
     envelope: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedRun:
+    """A run that somebody wants to be forked.
+
+    Shape: `seq` is the place in its journal of the step from which on the fork goes its own way; None when it has no
+    such step.
+    """
+
+    no: RunNo
+    id: str
+    nesting: int
+    state: RunState
+    envelope: bytes | None
+    seq: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class Counter(StrEnum):
     FINISHED_RUN = "finished_run"
     SUSPENDED_RUN = "suspended_run"
     HANDED_OVER_RUN = "handed_over_run"
+    CONTINUED_RUN = "continued_run"
     QUARANTINED_RUN = "quarantined_run"
     EXECUTED_STEP = "executed_step"
     REPLAYED_STEP = "replayed_step"
@@ -77,6 +78,7 @@ MEANINGS: Final[Mapping[Counter, str]] = MappingProxyType(
         Counter.FINISHED_RUN: "a run of this process became terminal",
         Counter.SUSPENDED_RUN: "a run of this process was parked for time, a fact or a retry",
         Counter.HANDED_OVER_RUN: "a run of this process was made ready for another, as this one shuts down",
+        Counter.CONTINUED_RUN: "a run of this process began anew, with an empty journal",
         Counter.QUARANTINED_RUN: "a run was parked for a person",
         Counter.EXECUTED_STEP: "a step's body was entered",
         Counter.REPLAYED_STEP: "a step gave back its recorded outcome",

@@ -23,6 +23,11 @@ CREATE FUNCTION {schema}.event_id(run bigint, gen bigint, type text, ordinal int
     AS $$ SELECT encode(substr(sha256(convert_to(
               run || '/' || gen || '/' || type || '/' || ordinal, 'UTF8')), 1, 16), 'hex')::uuid $$;
 
+-- The id of a fact that was said to one run, in another that takes up what the first had done.
+CREATE FUNCTION {schema}.copied_fact(run bigint, fact uuid) RETURNS uuid
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    AS $$ SELECT encode(substr(sha256(convert_to(run || '/' || fact, 'UTF8')), 1, 16), 'hex')::uuid $$;
+
 -- Which transactions a new run has seen the end of. Its own is never among them: a snapshot of Postgres has its own
 -- transaction as over as soon as a later one has ended.
 CREATE FUNCTION {schema}.snapshot() RETURNS pg_snapshot LANGUAGE plpgsql VOLATILE PARALLEL UNSAFE AS $$
@@ -76,6 +81,7 @@ CREATE TABLE {schema}.run (
     parent_no        bigint,
     parent_key       text,
     retry_of         bigint,
+    fork_of          bigint,
     parent_index     int,
     on_parent_end    text CONSTRAINT run_end_known CHECK (on_parent_end IN ('cancel', 'abandon')),
     ref              text,
@@ -83,6 +89,8 @@ CREATE TABLE {schema}.run (
     result           bytea,
     error            bytea,
     created_at       timestamptz NOT NULL DEFAULT {schema}.now(),
+    generation       int NOT NULL DEFAULT 0,
+    continued_at     timestamptz,
     finished_at      timestamptz,
     snapshot         pg_snapshot NOT NULL DEFAULT {schema}.snapshot(),
     CONSTRAINT run_id_nesting UNIQUE (id, nesting),
@@ -188,6 +196,13 @@ CREATE TABLE {schema}.fact (
 CREATE INDEX fact_address ON {schema}.fact (address, at);
 CREATE INDEX fact_keyed ON {schema}.fact (address, xid) WHERE address LIKE '["key",%';
 CREATE INDEX fact_unrouted ON {schema}.fact (at) WHERE routed_at IS NULL;
+
+-- Which facts a run has read in generations before its current one, whose waits are gone.
+CREATE TABLE {schema}.fact_read (
+    run  bigint NOT NULL,
+    fact uuid NOT NULL,
+    CONSTRAINT fact_read_pkey PRIMARY KEY (run, fact)
+);
 """
 
 LEDGER = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -23,6 +23,18 @@ class AsyncVerbs:
 
         @property
         def client(self) -> Client: ...
+
+        def fork(
+            self,
+            run_id: str,
+            *,
+            from_step: str,
+            actor: str,
+            reason: str | None = None,
+            input: Mapping[str, Any] | None = None,
+            version: int | None = None,
+            conn: object = None,
+        ) -> str: ...
 
     async def asignal(
         self,
@@ -63,6 +75,25 @@ class AsyncVerbs:
     async def aretry(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> str:
         """Have a run go on that stands still or ended without success; see `Client.retry`."""
         return await in_thread(lambda own: self.client.retry(run_id, actor=actor, reason=reason, conn=own), conn)
+
+    async def afork(
+        self,
+        run_id: str,
+        *,
+        from_step: str,
+        actor: str,
+        reason: str | None = None,
+        input: Mapping[str, Any] | None = None,
+        version: int | None = None,
+        conn: object = None,
+    ) -> str:
+        """Start a new run that begins where another was at a step; see `Durable.fork`."""
+        return await in_thread(
+            lambda own: self.fork(
+                run_id, from_step=from_step, actor=actor, reason=reason, input=input, version=version, conn=own
+            ),
+            conn,
+        )
 
     async def apause(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> UUID:
         """Have a run stand still until it is resumed; see `Client.pause`."""

@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "outbox": "cli_outbox",
     "ops": "cli_ops",
     "retry": "cli_acts",
+    "fork": "cli_acts",
     "pause": "cli_acts",
     "resume": "cli_acts",
     "versions": "cli_versions",

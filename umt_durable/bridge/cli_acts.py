@@ -1,4 +1,4 @@
-"""`durable cancel|retry|pause|resume`: what people do to runs, each act with who did it and why in the audit."""
+"""`durable cancel|retry|fork|pause|resume`: what people do to runs, each act with who did it and why in the audit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from umt_durable.bridge.bulk import Act, chosen, do_to_many, filters
-from umt_durable.bridge.cli_runs import actor, checked, run_document, state_of
+from umt_durable.bridge.cli_runs import actor, checked, json_of, run_document, state_of
 from umt_durable.bridge.console import emit, json_option, say
 from umt_durable.bridge.durable import Durable
 from umt_durable.states import TERMINAL, RunState
@@ -70,6 +70,36 @@ def retry(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json
         say(f"{run_id} {client.get(run_id).state}")
     else:
         say(f"{run_id} goes on as {again}")
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN")
+@click.option("--from-step", required=True, metavar="KEY", help="Its key as `show` gives it; it is executed anew.")
+@click.option("--input", "given", metavar="JSON", help="Other arguments: an object of all of them by name.")
+@click.option("--version", type=int, metavar="N", help="Another version of the task.")
+@click.option("--reason", metavar="TEXT", help="Kept in the audit.")
+@json_option
+@click.pass_context
+def fork(
+    ctx: click.Context,
+    run_id: str,
+    from_step: str,
+    given: str | None,
+    version: int | None,
+    reason: str | None,
+    as_json: bool,
+) -> None:
+    """Start a new run that begins where RUN was at a step.
+
+    It has what was done before that step. RUN, which has ended or is quarantined, stays as it is.
+    """
+    durable = checked(ctx, tasks=given is not None)
+    arguments = None if given is None else json_of(given)
+    made = durable.fork(run_id, from_step=from_step, actor=actor(), reason=reason, input=arguments, version=version)
+    if as_json:
+        emit({"run": run_id, "fork": made}, [], as_json=True)
+    else:
+        say(f"{run_id} is forked as {made}")
 
 
 @click.command()

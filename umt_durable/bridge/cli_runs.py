@@ -138,7 +138,7 @@ def show(ctx: click.Context, run_id: str, payloads: bool, as_json: bool) -> None
 @click.pass_context
 def signal(ctx: click.Context, run_id: str, name: str, payload: str | None, dedupe: str | None, as_json: bool) -> None:
     """Say the fact NAME to a run, with a payload if one is given, and print the id of the fact."""
-    value = None if payload is None else _json(payload)
+    value = None if payload is None else json_of(payload)
     client = checked(ctx).client
     fact = client.signal(run_id, name, value, actor=actor(), dedupe=dedupe)
     ended = client.get(run_id)
@@ -165,11 +165,15 @@ def resolve(ctx: click.Context, run_id: str, step: str, result: str | None, erro
     if error is not None:
         fact = client.resolve_step(run_id, step, error=error, actor=actor())
     else:
-        fact = client.resolve_step(run_id, step, result=_json(result or ""), actor=actor())
+        fact = client.resolve_step(run_id, step, result=json_of(result or ""), actor=actor())
     emit({"run": run_id, "step": step, "fact": fact}, [Section("fact", ("fact",), [(fact,)])], as_json=as_json)
 
 
-def _json(text: str) -> Any:
+def json_of(text: str) -> Any:
+    """Read a value that is given on the command line.
+
+    Errors: click.BadParameter.
+    """
     try:
         return json.loads(text)
     except ValueError as error:

@@ -16,11 +16,11 @@ from celery.utils.functional import head_from_fun
 from umt_durable import codec
 from umt_durable.bridge.mapping import take_over_maps
 from umt_durable.bridge.task import DurableTask
-from umt_durable.bridge.values import result_of
+from umt_durable.bridge.values import argument, result_of
 from umt_durable.engine.context import current_context
 from umt_durable.engine.exits import Released, Replaced
 from umt_durable.engine.failures import is_recorded
-from umt_durable.engine.registry import TaskDefinition
+from umt_durable.engine.registry import OnMismatch, TaskDefinition
 from umt_durable.engine.replay import StepKey
 from umt_durable.engine.retry import RetryAfter, RetryPolicy
 from umt_durable.errors import DefinitionError
@@ -48,6 +48,7 @@ def declare(
     version: int,
     retry: RetryPolicy,
     raises: Sequence[type[Exception]],
+    on_mismatch: OnMismatch,
     options: Mapping[str, Any],
 ) -> Any:
     """Make a durable task of a function that takes the context first; of several versions Celery has the highest.
@@ -68,6 +69,7 @@ def declare(
             retry=retry,
             limit_seconds=options.get("time_limit"),
             raises=tuple(raises),
+            on_mismatch=on_mismatch,
             owner=f"{body.__module__}.{body.__qualname__}",
         )
     )
@@ -118,6 +120,8 @@ def adopt(durable: Durable, task: Any) -> None:
             takes_context=False,
             retry=getattr(task, "durable_retry", BY_CELERY),
             limit_seconds=task.time_limit,
+            on_mismatch=task.durable_on_mismatch,
+            carry=argument,
             checks_calls=durable.app.strict_typing and task.__dict__.get("typing", True) is not False,
             owner=f"{task.__module__}.{task.__qualname__}",
         )

@@ -25,7 +25,7 @@ from umt_durable.bridge.runtime import CLAIM_KEY
 from umt_durable.bridge.storing import OUTCOME
 from umt_durable.engine import failures
 from umt_durable.engine.failures import Failure
-from umt_durable.engine.outcomes import Delivery, Dropped, Finished, Outcome, Parked, Superseded
+from umt_durable.engine.outcomes import Continued, Delivery, Dropped, Finished, Outcome, Parked, Superseded
 from umt_durable.engine.registry import TaskDefinition
 from umt_durable.engine.retry import RetryAfter
 from umt_durable.errors import UnknownTaskError
@@ -79,6 +79,9 @@ def settle(durable: Durable, task: DurableTask, request: Context, reporter: Cele
             if outcome.error is not None:
                 _retried(task, request, outcome.error, outcome.retry_seconds)
             raise ignored(request, f"parked: {state}, {until}")
+        case Continued(generation=generation):
+            _announce(task, request, f"continued as generation {generation}")
+            raise ignored(request, f"continued as new: generation {generation}")
         case Dropped(reason=reason):
             raise ignored(request, f"dropped: {reason}")
 

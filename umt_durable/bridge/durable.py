@@ -36,10 +36,10 @@ from umt_durable.database import Database
 from umt_durable.engine.client import Client, History
 from umt_durable.engine.executor import Executor
 from umt_durable.engine.ops import Ops
-from umt_durable.engine.registry import TaskRegistry
+from umt_durable.engine.registry import OnMismatch, TaskRegistry
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.waitables import MISSING
-from umt_durable.errors import ConfigurationError, DatabaseUnavailableError, DecodingError
+from umt_durable.errors import ConfigurationError, DatabaseUnavailableError, DecodingError, DefinitionError
 from umt_durable.records import Run
 from umt_durable.redaction import redact_url
 from umt_durable.services import events
@@ -107,6 +107,7 @@ class Durable(AsyncVerbs):
         version: int = 1,
         retry: RetryPolicy = RetryPolicy.NONE,
         raises: Sequence[type[Exception]] = (),
+        on_mismatch: OnMismatch = "park",
         **options: Any,
     ) -> DurableTaskOf[P, R]: ...
     @overload
@@ -118,6 +119,7 @@ class Durable(AsyncVerbs):
         version: int = 1,
         retry: RetryPolicy = RetryPolicy.NONE,
         raises: Sequence[type[Exception]] = (),
+        on_mismatch: OnMismatch = "park",
         **options: Any,
     ) -> DurableTaskOf[P, R]: ...
     @overload
@@ -129,6 +131,7 @@ class Durable(AsyncVerbs):
         version: int = 1,
         retry: RetryPolicy = RetryPolicy.NONE,
         raises: Sequence[type[Exception]] = (),
+        on_mismatch: OnMismatch = "park",
         **options: Any,
     ) -> TaskMaker: ...
     def task(
@@ -139,18 +142,30 @@ class Durable(AsyncVerbs):
         version: int = 1,
         retry: RetryPolicy = RetryPolicy.NONE,
         raises: Sequence[type[Exception]] = (),
+        on_mismatch: OnMismatch = "park",
         **options: Any,
     ) -> Any:
         """Make a durable task of a function, or a coroutine function, that takes the context first.
 
         Shape: `retry` is the policy of the run and of each step without one of its own; `raises` are exception classes
-        that come back as themselves from the journal; other options are Celery's. Two versions of one name may be
+        that come back as themselves from the journal; `on_mismatch` says what becomes of a run whose code asks for
+        another step than is recorded: `park` it for a person, `fail` it, or `warn` and go on, the step being executed
+        beside what is recorded. Other options are Celery's. Two versions of one name may be
         declared side by side: new runs take the highest.
         Errors: DuplicateTaskError; DefinitionError.
         """
 
         def make(body: Callable[..., Any]) -> Any:
-            return declare(self, body, name=name, version=version, retry=retry, raises=raises, options=options)
+            return declare(
+                self,
+                body,
+                name=name,
+                version=version,
+                retry=retry,
+                raises=raises,
+                on_mismatch=on_mismatch,
+                options=options,
+            )
 
         return make if function is None else make(function)
 
@@ -216,6 +231,36 @@ class Durable(AsyncVerbs):
     def retry(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> str:
         """Have a run go on that stands still or ended without success; see `Client.retry`."""
         return self.client.retry(run_id, actor=actor, reason=reason, conn=conn)
+
+    def fork(
+        self,
+        run_id: str,
+        *,
+        from_step: str,
+        actor: str,
+        reason: str | None = None,
+        input: Mapping[str, Any] | None = None,
+        version: int | None = None,
+        conn: object = None,
+    ) -> str:
+        """Start a new run that begins where another was at a step, and return its id; see `Client.fork`.
+
+        Shape: `input` are all arguments of the task, by name; without it those of the first run.
+        Errors: as `Client.fork`; InputError names each argument that the task refuses, in the version of the new run;
+        EncodingError; UnknownTaskError where that version is not declared here.
+        """
+        arguments = None if input is None else self._encode_input(run_id, input, version)
+        return self.client.fork(
+            run_id, from_step=from_step, actor=actor, reason=reason, arguments=arguments, version=version, conn=conn
+        )
+
+    def _encode_input(self, run_id: str, input: Mapping[str, Any], version: int | None) -> codec.Encoded:
+        if not isinstance(input, Mapping) or not all(isinstance(name, str) for name in input):
+            raise DefinitionError(
+                f"input: a mapping of the names of the task's parameters to values, not {input!r:.100}"
+            )
+        run = self.get(run_id)
+        return self.tasks.get(run.task, run.version if version is None else version).encode_call((), input)
 
     def pause(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> UUID:
         """Have a run stand still until it is resumed; see `Client.pause`."""

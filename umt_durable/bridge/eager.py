@@ -11,7 +11,7 @@ from umt_durable.bridge.message import TaskMessage
 from umt_durable.bridge.offspring import ChildTasks
 from umt_durable.bridge.ordinary import CeleryTasks
 from umt_durable.database import Connection
-from umt_durable.engine.outcomes import Delivery, Finished, Parked
+from umt_durable.engine.outcomes import Continued, Delivery, Finished, Parked
 from umt_durable.errors import DefinitionError, DurableError
 from umt_durable.records import FinishedRun, Grant
 from umt_durable.services.intake import take_in
@@ -92,6 +92,11 @@ def perform_eagerly(
     if isinstance(outcome, Parked):
         raise DurableError(
             f"{task.name} was called eagerly, but its run is parked ({outcome.state} {outcome.until}); "
+            "a worker will go on with it"
+        )
+    if isinstance(outcome, Continued):
+        raise DurableError(
+            f"{task.name} was called eagerly, but its run continues as new (generation {outcome.generation}); "
             "a worker will go on with it"
         )
     run = _ended(durable, delivery)

@@ -8,7 +8,7 @@ run. A hint leaves by the relay.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -27,8 +27,7 @@ from umt_durable.bridge import sending
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.message import TaskMessage, parse_publish
 from umt_durable.bridge.publishing import Publishing, is_watched
-from umt_durable.bridge.values import arguments_of
-from umt_durable.codec import Encoded, encode_arguments, input_hash
+from umt_durable.codec import input_hash
 from umt_durable.engine.context import current_context, has_context
 from umt_durable.engine.passing import LONGEST
 from umt_durable.errors import DefinitionError
@@ -36,7 +35,6 @@ from umt_durable.records import Enqueued, NewRun
 
 if TYPE_CHECKING:
     from umt_durable.bridge.durable import Durable
-    from umt_durable.engine.registry import TaskDefinition
 
 logger = get_logger(__name__)
 
@@ -193,7 +191,7 @@ def send_task_message(
         # Celery's `retry` sends the same task again: the run that is being executed will be retried.
         request = current_task.request
         if (list(parsed.args), dict(parsed.kwargs)) != (list(request.args or ()), dict(request.kwargs or {})):
-            current_context()._pass.next_input = encode_call(durable.tasks.get(name), parsed.args, parsed.kwargs)
+            current_context()._pass.next_input = durable.tasks.get(name).encode_call(parsed.args, parsed.kwargs)
         return None
     new = new_run(durable, parsed, mine)  # what is refused is refused before anyone is told
     publishing = Publishing(durable.app, name, message, new) if is_watched() else None
@@ -234,7 +232,7 @@ def new_run(durable: Durable, message: TaskMessage, mine: Enqueuing) -> NewRun:
     Errors: InputError, EncodingError.
     """
     definition = durable.tasks.get(message.task)
-    encoded = encode_call(definition, message.args, message.kwargs)
+    encoded = definition.encode_call(message.args, message.kwargs)
     envelope = message.envelope
     if mine.eta is not None or mine.countdown is not None:
         due = mine.eta or durable.app.now() + timedelta(seconds=mine.countdown or 0)
@@ -261,17 +259,6 @@ def new_run(durable: Durable, message: TaskMessage, mine: Enqueuing) -> NewRun:
         key_ttl_seconds=mine.idempotency_ttl,
         attach=mine.idempotency_policy != "reject",
     )
-
-
-def encode_call(definition: TaskDefinition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Encoded:
-    """Validate the arguments of a call, where its task wants that, and return them as they are stored.
-
-    Errors: InputError, EncodingError.
-    """
-    given, named = arguments_of(definition, args, kwargs)
-    if not definition.checks_calls:
-        return encode_arguments(given, named, where=f"the arguments of {definition.name}")
-    return definition.schema.encode(*definition.schema.bind_and_validate(given, named))
 
 
 def foreign_run(message: TaskMessage, encoded: Any) -> NewRun:

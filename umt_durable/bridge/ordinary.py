@@ -87,6 +87,8 @@ class CeleryTasks:
         app = self._durable.app
         mine = maybe_signature(signature, app=app).clone()
         said = {"run": place.run, "nesting": place.nesting, "step": place.step, "token": token.hex}
+        if place.generation:
+            said["generation"] = place.generation
         mine.link(self._receiver(ANSWERED, place, said, queue))
         mine.link_error(self._receiver(FAILED, place, {**said, "queue": queue or ""}, queue))
         kept = sending.pack(app, mine, place.row, task_id=str(place.task_id))

@@ -46,7 +46,7 @@ class FailureReceiver(Receiver):
         if len(args) == 3 and not isinstance(args[0], TaskContext):
             request, error, trace = args
             failure = ordinary.raised_failure(error, trace).to_bytes().decode()
-            place = Place(kwargs["run"], kwargs["nesting"], kwargs["step"])
+            place = Place(kwargs["run"], kwargs["nesting"], kwargs["step"], kwargs.get("generation", 0))
             return self.apply_async(
                 (str(request.id),),
                 {**kwargs, "failure": failure},
@@ -63,9 +63,15 @@ def install(durable: Durable) -> None:
 
 
 def _answered(
-    ctx: TaskContext, value: Any = None, run: str = "", nesting: int = 0, step: str = "", token: str = ""
+    ctx: TaskContext,
+    value: Any = None,
+    run: str = "",
+    nesting: int = 0,
+    step: str = "",
+    token: str = "",
+    generation: int = 0,
 ) -> bool:
-    return _bring(ctx, Place(run, nesting, step), token, Answer(value))
+    return _bring(ctx, Place(run, nesting, step, generation), token, Answer(value))
 
 
 def _failed(
@@ -77,6 +83,7 @@ def _failed(
     token: str = "",
     queue: str = "",
     failure: str | None = None,
+    generation: int = 0,
 ) -> bool:
     """Bring a failure: what the worker handed over, or, where it knows us by name only, what the result backend has."""
     if failure is not None:
@@ -85,7 +92,7 @@ def _failed(
         looked = ordinary.look(current_task.app, task_id)
         known = looked is not None and looked.failure is not None
         found = looked if looked is not None and known else Answer(failure=ordinary.unread_failure(task_id))
-    return _bring(ctx, Place(run, nesting, step), token, found)
+    return _bring(ctx, Place(run, nesting, step, generation), token, found)
 
 
 def _errback(request: Any, error: Any, trace: Any, **said: Any) -> None:

@@ -26,7 +26,7 @@ from umt_durable import codec
 from umt_durable.bridge import signatures
 from umt_durable.bridge.destination import counts_priority_down, name_of, our_priority
 from umt_durable.bridge.outgoing import Outgoing
-from umt_durable.engine.context import NAMESPACE
+from umt_durable.engine.ids import NAMESPACE
 from umt_durable.errors import EncodingError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from celery.canvas import Signature
 from kombu.utils import json as kombu_json
 from kombu.utils.functional import maybe_list
 
-from umt_durable.engine.context import NAMESPACE
+from umt_durable.engine.ids import NAMESPACE
 from umt_durable.errors import DecodingError, EncodingError
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from umt_durable.bridge.storing import guarded
 from umt_durable.bridge.strategy import STRATEGY
 from umt_durable.engine.async_calls import in_thread
 from umt_durable.engine.context import TaskContext, current_context, has_context
+from umt_durable.engine.registry import OnMismatch
 from umt_durable.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class DurableTask(Task):
 
     durable_version: int = 1
     durable_takes_context: bool = False
+    durable_on_mismatch: OnMismatch = "park"
     tracks_started: bool = False
     is_ordinary: bool = False
     """Whether the task only has this class because its app makes all tasks of it: Celery's own stay what they are."""

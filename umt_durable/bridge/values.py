@@ -7,7 +7,7 @@ these on their way. They are stored in that form: there is no other that bodies 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from celery.result import ResultBase
@@ -50,17 +50,9 @@ def result_of(definition: TaskDefinition, value: Any) -> Any:
         return json.loads(typed.data)
 
 
-def _argument(value: Any) -> Any:
+def argument(value: Any) -> Any:
+    """Return an argument of an existing task as its body gets it: what Celery makes of it on its way."""
     try:
         return as_celery_carries(value)
     except Exception:  # noqa: BLE001 - as with results
         return value
-
-
-def arguments_of(
-    definition: TaskDefinition, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call as the body gets them: those of an existing task are what Celery makes of them."""
-    if definition.takes_context:
-        return tuple(args), dict(kwargs)
-    return tuple(map(_argument, args)), {name: _argument(value) for name, value in kwargs.items()}

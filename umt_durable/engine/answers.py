@@ -17,8 +17,8 @@ from uuid import UUID, uuid5
 from umt_durable import codec, telemetry
 from umt_durable.database import Database
 from umt_durable.engine import failures
-from umt_durable.engine.context import NAMESPACE
 from umt_durable.engine.failures import Failure
+from umt_durable.engine.ids import NAMESPACE
 from umt_durable.services import router
 from umt_durable.settings import Settings
 from umt_durable.store import facts, waits
@@ -59,11 +59,12 @@ def row_of(task_id: UUID) -> UUID:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which step an answer is for: a run's, by its key in the journal."""
+    """Which step an answer is for: a run's, by its key in the journal, in one generation of the run."""
 
     run: str
     nesting: int
     step: str
+    generation: int = 0
 
     @property
     def task_id(self) -> UUID:
@@ -90,7 +91,8 @@ class Place:
         return str(self._derived(f"answer/{kind}"))
 
     def _derived(self, kind: str) -> UUID:
-        return uuid5(NAMESPACE, json.dumps([kind, self.run, self.nesting, self.step]))
+        again = [self.generation] if self.generation else []
+        return uuid5(NAMESPACE, json.dumps([kind, self.run, self.nesting, self.step, *again]))
 
 
 def bring(database: Database, settings: Settings, place: Place, *, token: str, answer: Answer, by: str) -> bool:

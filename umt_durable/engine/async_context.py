@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, overload
 
+from umt_durable.engine.changing import continue_as_new, patched
 from umt_durable.engine.context import RunContext
 from umt_durable.engine.loops import in_owner
 from umt_durable.engine.parallel import ItemFailure
@@ -17,6 +18,7 @@ from umt_durable.engine.passing import Pass
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.steps import Steps
 from umt_durable.engine.waitables import Fact, Waitable
+from umt_durable.errors import DurableError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,10 +50,16 @@ class AsyncSteps:
         self._steps = steps
 
     def options(
-        self, *, key: str | int | uuid.UUID | None = None, retry: RetryPolicy | None = None, preemptible: bool = False
+        self,
+        *,
+        key: str | int | uuid.UUID | None = None,
+        retry: RetryPolicy | None = None,
+        preemptible: bool = False,
+        renamed_from: str | Sequence[str] | None = None,
     ) -> AsyncSteps:
         """Return these steps with options for the call that follows; see `Steps.options`."""
-        return AsyncSteps(self._pass, self._steps.options(key=key, retry=retry, preemptible=preemptible))
+        steps = self._steps.options(key=key, retry=retry, preemptible=preemptible, renamed_from=renamed_from)
+        return AsyncSteps(self._pass, steps)
 
     @overload
     async def run(
@@ -157,8 +165,26 @@ class AsyncSteps:
         return await self._do(lambda: self._steps.value(name, make, annotation))
 
     async def _do(self, work: Callable[[], R]) -> R:
-        self._pass.check()  # before the thread is asked: inside a step's body it is waiting for that step
-        return await in_owner(work)
+        return await do(self._pass, work)
+
+
+async def do(the_pass: Pass, work: Callable[[], R]) -> R:
+    """Do something of the context in the thread of its body."""
+    the_pass.check()  # before the thread is asked: inside a step's body it is waiting for that step
+    return await in_owner(work)
+
+
+class Answer(Awaitable[bool]):
+    """A yes or no that has to be awaited: a coroutine forgotten in an `if` would count as yes."""
+
+    def __init__(self, call: Coroutine[Any, Any, bool]) -> None:
+        self._call = call
+
+    def __await__(self) -> Generator[Any, None, bool]:
+        return self._call.__await__()
+
+    def __bool__(self) -> bool:
+        raise DurableError("ctx.patched of an async body has to be awaited: `if await ctx.patched(…)`")
 
 
 class AsyncTaskContext(RunContext):
@@ -184,6 +210,19 @@ class AsyncTaskContext(RunContext):
         value: float = await self.step.value("ctx.random", random.random, float)
         return value
 
+    def patched(self, patch: str) -> Answer:
+        """Say whether this run takes the new way at a place where the code was changed, once awaited.
+
+        See `TaskContext.patched`. It has no truth before it is awaited: `if ctx.patched(…)` raises a DurableError.
+        """
+        call = do(self._pass, lambda: patched(self._pass, patch))
+        return Answer(self._pass.calls.note(f"ctx.patched({patch!r})", call))
+
+    async def continue_as_new(self, *args: Any, version: int | None = None, **kwargs: Any) -> NoReturn:
+        """End this generation of the run: it begins anew; see `TaskContext.continue_as_new`."""
+        await do(self._pass, lambda: continue_as_new(self._pass, args, kwargs, version))
+        raise AssertionError("a body went on that was continued as new")
+
 
 def _noted(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
     """Return a method whose calls the pass knows of, so that one which is never awaited fails the run."""
@@ -199,7 +238,7 @@ def _noted(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Cor
 
 for _class, _names in (
     (AsyncSteps, set(vars(AsyncSteps)) - {"options"}),
-    (AsyncTaskContext, {"now", "uuid", "random"}),
+    (AsyncTaskContext, {"now", "uuid", "random", "continue_as_new"}),
 ):
     for _name in sorted(_names):
         if not _name.startswith("_"):

@@ -75,7 +75,7 @@ def await_task(the_pass: Pass, recorder: Recorder, call: TaskCall) -> Any:
     described = the_pass.reporter.ordinary.describe(call.signature, call.name)
     entry, recorded = recorder.identify(call.name, StepKind.TASK, described.identity, {})
     if recorded is not None and recorded.state is not StepState.STARTED:
-        the_pass.saw(Place(the_pass.run_id, the_pass.nesting, entry.key).wait)
+        the_pass.saw(Place(the_pass.run_id, the_pass.nesting, entry.key, the_pass.generation).wait)
         return recorder.replay(recorded, codec.EMPTY)
     if recorded is None:  # later the code may have changed, and what was sent stays sent
         the_pass.reporter.ordinary.check(call.signature, call.name)
@@ -91,7 +91,7 @@ class _Awaiting:
         self._pass, self._recorder, self._call, self._entry = the_pass, recorder, call, entry
         self._task = described.task
         self._idempotent = described.idempotent if call.idempotent is None else call.idempotent
-        self._place = Place(the_pass.run_id, the_pass.nesting, entry.key)
+        self._place = Place(the_pass.run_id, the_pass.nesting, entry.key, the_pass.generation)
         the_pass.saw(self._place.wait)
 
     def outcome(self, recorded: StepEntry | None) -> Any:

@@ -13,8 +13,8 @@ from uuid import uuid5
 
 from umt_durable import codec
 from umt_durable.engine import failures
-from umt_durable.engine.context import NAMESPACE
 from umt_durable.engine.exits import Canceled
+from umt_durable.engine.ids import NAMESPACE
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.recording import Recorder
 from umt_durable.errors import ChildrenFailedError, DefinitionError
@@ -128,20 +128,22 @@ def _joined(
 
     while the_pass.attempt.read(read) is WaitState.PENDING:
         the_pass.suspend(RunState.WAITING, waits=[key], until=f"for the children of {name}")
-    return the_pass.attempt.read(lambda guard: runs.children(guard.conn, run, entry.key))
+    place = the_pass.in_generation(entry.key)
+    return the_pass.attempt.read(lambda guard: runs.children(guard.conn, run, place))
 
 
 def _start(the_pass: Pass, entry: journal.Entry, children: list[NewRun], name: str) -> None:
     """Write step, wait and children in one transaction; a repeat after a lost reply makes no second ones."""
     seq, run = the_pass.next_seq(), the_pass.attempt.token.run
-    address = waits.join_address(run, entry.key)
+    place = the_pass.in_generation(entry.key)
+    address = waits.join_address(run, place)
 
     def start(guard: Guard) -> journal.Started | None:
         with guard.conn.transaction():
             started = journal.send(guard, entry, again=None)
             if started is not None and started.granted:
                 waits.await_children(guard, key=PREFIX + entry.key, seq=seq, name=name, address=address)
-                _insert(the_pass, guard, children, key=entry.key, on_parent_end="cancel")
+                _insert(the_pass, guard, children, key=place, on_parent_end="cancel")
                 point("child.insert.a")
         return started
 
@@ -165,6 +167,7 @@ def _insert(the_pass: Pass, guard: Guard, children: list[NewRun], *, key: str | 
 
 
 def _child_id(the_pass: Pass, step: str, place: int) -> str:
+    step = the_pass.in_generation(step)
     return str(uuid5(NAMESPACE, json.dumps(["child", the_pass.run_id, the_pass.nesting, step, place])))
 
 

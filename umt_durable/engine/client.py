@@ -11,10 +11,10 @@ from uuid import UUID, uuid4, uuid5
 
 from umt_durable import codec, telemetry, texts
 from umt_durable.database import Connection, Database
-from umt_durable.engine import failures
+from umt_durable.engine import failures, forking
 from umt_durable.engine.answers import PREFIX, Answer
-from umt_durable.engine.context import NAMESPACE
 from umt_durable.engine.failures import Failure
+from umt_durable.engine.ids import NAMESPACE
 from umt_durable.engine.ops import Ops
 from umt_durable.engine.waitables import MISSING, check_name
 from umt_durable.errors import (
@@ -26,7 +26,17 @@ from umt_durable.errors import (
     WrongStatusError,
 )
 from umt_durable.failpoints import point
-from umt_durable.records import AttemptRecord, AuditRecord, Enqueued, NewRun, RetriedRun, Run, StepEntry, WaitEntry
+from umt_durable.records import (
+    AttemptRecord,
+    AuditRecord,
+    Enqueued,
+    ForkedRun,
+    NewRun,
+    RetriedRun,
+    Run,
+    StepEntry,
+    WaitEntry,
+)
 from umt_durable.services import router
 from umt_durable.services.acts import MAX_REASON, Kind
 from umt_durable.session import Caller, caller
@@ -41,8 +51,6 @@ NOTIFY_EVERY_SECONDS = 0.005
 CALL_SECONDS = 10.0
 """How long a caller is kept waiting for a database that does not answer."""
 MAX_PAGE = 1000
-NOT_RETRIED = frozenset({"chord", "group", "group_index", "eta", "expires", "retries"})
-"""What a retry has not of the message of its run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +191,60 @@ class Client(Access):
             )
         return found.id
 
+    def fork(
+        self,
+        run_id: str,
+        *,
+        from_step: str,
+        actor: str,
+        reason: str | None = None,
+        arguments: codec.Encoded | None = None,
+        version: int | None = None,
+        conn: object = None,
+    ) -> str:
+        """Start a new run that begins where another was at a step, and return its id.
+
+        It has the outcomes of the steps and waits that were reached before that step, which is executed anew with all
+        that follows. The other run stays as it is; each call makes a fork of its own.
+        Shape: `from_step` is a key as in the history, or that of a map or parallel step. `arguments`, encoded, and
+        `version` replace those of the first run.
+        Errors: UnknownRunError; UnknownStepError; WrongStatusError for a run that is under way; DefinitionError for an
+        actor, reason or version that cannot be stored.
+        """
+        check_person(actor, reason)
+        forking.check(from_step, version)
+        id, who = _checked(run_id), None if conn is None else caller(conn)
+        found = self._to_fork(id, from_step, who)
+        if found is None:
+            raise UnknownRunError(run_id)
+        forking.check_found(found, from_step)
+        parameters = runs.fork_parameters(
+            found,
+            id=new_run_id(),
+            step=from_step,
+            around=forking.around(from_step),
+            arguments=arguments,
+            version=version,
+            envelope=forking.message_of(found.envelope),
+            deliver_seconds=self._settings.deliver_seconds,
+            audit=uuid4(),
+            actor=actor,
+            reason=reason,
+        )
+        if who is not None:
+            self._call(who, "insert_fork", parameters)
+        else:
+            if self._do(lambda own: runs.insert_fork(own, parameters)):
+                telemetry.count(telemetry.Counter.ENQUEUED_RUN)
+            self._notify()
+        return str(parameters["id"])
+
+    def _to_fork(self, run_id: str, step: str, who: Caller | None) -> ForkedRun | None:
+        if who is None:
+            return self._do(lambda own: runs.to_fork(own, run_id, step))
+        row = who.one(self._text("run_to_fork"), {"run": run_id, "step": step})
+        return None if row is None else runs.read_to_fork(row)
+
     def pause(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> UUID:
         """Have a run stand still until it is resumed, and return the id of the fact that says so.
 
@@ -218,7 +280,7 @@ class Client(Access):
         parameters = runs.retry_parameters(
             found.no,
             id=id,
-            envelope=_for_retry(found.envelope),
+            envelope=forking.without(found.envelope, forking.NOT_RETRIED),
             deliver_seconds=self._settings.deliver_seconds,
             audit=uuid4(),
             actor=actor,
@@ -433,11 +495,3 @@ def check_person(actor: object, reason: object) -> None:
 
 def _as(found: RetriedRun, run_id: str) -> str:
     return "" if found.id == run_id else f"; it is the retry of {run_id}"
-
-
-def _for_retry(envelope: bytes | None) -> bytes | None:
-    """Return the message of a retry: that of the run, but for its chord, which failed with it, and for its times."""
-    if envelope is None:
-        return None
-    kept = {name: value for name, value in json.loads(envelope).items() if name not in NOT_RETRIED}
-    return json.dumps(kept).encode() if kept else None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import uuid
 from collections.abc import Mapping, MutableMapping
 from contextvars import ContextVar
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from umt_durable.engine import loops
 from umt_durable.engine.attempt import Abort
+from umt_durable.engine.changing import continue_as_new, patched
+from umt_durable.engine.ids import NAMESPACE, op_idempotency_key
 from umt_durable.engine.replay import StepKey
 from umt_durable.errors import DurableError
 from umt_durable.redaction import RedactingFilter
@@ -22,18 +23,10 @@ if TYPE_CHECKING:
     from umt_durable.engine.passing import Pass
     from umt_durable.engine.steps import Steps
 
-NAMESPACE = uuid.UUID("0e0c4c0e-54a4-5a6e-9a0e-3d3b5f3f6a51")
-"""The namespace of every id derived from a run; it never changes."""
-
 _current: ContextVar[TaskContext | None] = ContextVar("umt_durable.context", default=None)
 
 logger = logging.getLogger("umt_durable.task")
 logger.addFilter(RedactingFilter())
-
-
-def op_idempotency_key(namespace: str, op_key: str) -> str:
-    """Return the key that a provider gets for an effect: the same for all attempts and all runs."""
-    return str(uuid.uuid5(NAMESPACE, json.dumps(["op", namespace, op_key])))
 
 
 class AttemptToken(NamedTuple):
@@ -107,6 +100,11 @@ class RunContext:
         return self._pass.version
 
     @property
+    def generation(self) -> int:
+        """How often this run was continued as new: 0 at first."""
+        return self._pass.generation
+
+    @property
     def attempt(self) -> int:
         """1 and the number of failures of the run; crashes and wake-ups do not count."""
         return self._pass.failures + 1
@@ -128,7 +126,8 @@ class RunContext:
         if running.kind is StepKind.EFFECT:
             own = running.key.removeprefix(self._pass.branch.prefix)
             return op_idempotency_key(self._pass.op_namespace, StepKey.parse(own).name)
-        return str(uuid.uuid5(NAMESPACE, f"{self._pass.run_id}/{self._pass.nesting}/{running.key}"))
+        key = self._pass.in_generation(running.key)
+        return str(uuid.uuid5(NAMESPACE, f"{self._pass.run_id}/{self._pass.nesting}/{key}"))
 
     @property
     def abort(self) -> Abort:
@@ -153,9 +152,12 @@ class TaskContext(RunContext):
 
         Errors: DurableError in the code of an async body, which would hold up all others: its own context is awaited.
         """
+        self._refuse_async()
+        return self._steps
+
+    def _refuse_async(self) -> None:
         if loops.is_here():
             raise DurableError("this durable body is async: await the steps of the context that is its first argument")
-        return self._steps
 
     def now(self) -> datetime:
         """Return the database's time, the same at each replay."""
@@ -174,6 +176,28 @@ class TaskContext(RunContext):
         value = self.step.value("ctx.random", random.random, float)
         assert isinstance(value, float)
         return value
+
+    def patched(self, patch: str) -> bool:
+        """Say whether this run takes the new way at a place where the code was changed, the same at each replay.
+
+        Shape: False for a run that was past this place before the code had the patch, True for any other. `patch` is
+        its name; asked again, also in branches begun afterwards, the answer is the same.
+        Errors: DefinitionError for a name the journal cannot store.
+        """
+        self._refuse_async()
+        return patched(self._pass, patch)
+
+    def continue_as_new(self, *args: Any, version: int | None = None, **kwargs: Any) -> NoReturn:
+        """End this generation of the run: it begins anew, under its id, with these arguments and an empty journal.
+
+        Shape: the arguments are those of the task, as for `delay`. Facts that the run has not read stay, attempts and
+        budgets begin anew, and `ctx.generation` is one more. The run keeps its version unless another one is named,
+        which has to be declared here.
+        Errors: InputError names each argument that the task refuses, EncodingError, UnknownTaskError for the version,
+        DefinitionError in a branch: nothing is written then, and the body goes on.
+        """
+        self._refuse_async()
+        continue_as_new(self._pass, args, kwargs, version)
 
 
 def current_context() -> TaskContext:

@@ -15,9 +15,10 @@ from uuid import UUID, uuid4
 from umt_durable import codec, telemetry
 from umt_durable.engine import failures
 from umt_durable.engine.attempt import AlreadyRecordedError, exit_for
-from umt_durable.engine.context import AttemptToken, op_idempotency_key
+from umt_durable.engine.context import AttemptToken
 from umt_durable.engine.effects import Done, Effect, NotDone, OpInfo, Unknown
 from umt_durable.engine.exits import Canceled
+from umt_durable.engine.ids import op_idempotency_key
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.recording import Body, Recorder
 from umt_durable.engine.txstep import NotMineError, Record, run_in_transaction

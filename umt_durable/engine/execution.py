@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,10 +17,10 @@ from umt_durable.engine import failures
 from umt_durable.engine.async_context import AsyncSteps, AsyncTaskContext
 from umt_durable.engine.attempt import Attempt
 from umt_durable.engine.context import RunContext, TaskContext, _current
-from umt_durable.engine.exits import Canceled, Exit, Released, Replaced, Suspended, Undecided
+from umt_durable.engine.exits import Canceled, ContinuedAsNew, Exit, Released, Replaced, Suspended, Undecided
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.loops import drive
-from umt_durable.engine.outcomes import Delivery, Dropped, Finished, Outcome, Parked, Superseded
+from umt_durable.engine.outcomes import Continued, Delivery, Dropped, Finished, Outcome, Parked, Superseded
 from umt_durable.engine.passing import LONGEST, Pass
 from umt_durable.engine.registry import TaskDefinition, TaskRegistry
 from umt_durable.engine.reporting import Reporter
@@ -28,10 +28,12 @@ from umt_durable.engine.retry import RetryAfter, RetryPolicy
 from umt_durable.engine.steps import Steps
 from umt_durable.errors import (
     DecodingError,
+    DefinitionError,
     DurableError,
     EncodingError,
     InputError,
     JournalCorruptError,
+    NonDeterminismError,
     UncertainOpError,
 )
 from umt_durable.failpoints import point
@@ -48,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 FINISH_HOLD_SECONDS = 15.0
 """How long the finisher keeps the rows it publishes itself, before a relay takes them."""
+
+MOST_ORPHANS = 10
+"""How many orphans of a run are named in its history; the log names all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ class Execution:
         except Exception as error:  # noqa: BLE001 - whatever left the body is its outcome
             return self._settle(the_pass, error)
         except Exit as how:
-            return self._left(how)
+            return self._left(the_pass, how)
         return self._settle(the_pass, None, value)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pass:
@@ -129,9 +134,12 @@ class Execution:
             queue=self._grant.queue,
             deliver_seconds=self._settings.deliver_seconds,
             version=self._grant.version,
+            generation=self._grant.generation,
             priority=self._grant.priority,
             failures=self._grant.failures,
             input=self._definition.schema.by_name(args, kwargs),
+            on_mismatch=self._definition.on_mismatch,
+            successor=self._encode_successor,
             entries=entries,
             wait_entries=wait_entries,
             bindings={"default": self._database.url, **self._bindings},
@@ -158,34 +166,46 @@ class Execution:
     def _settle(self, the_pass: Pass, error: Exception | None, value: Any = None) -> Outcome:
         """Decide what the end of a body means, whatever it swallowed on its way."""
         if the_pass.exit is not None:
-            return self._left(the_pass.exit)
+            return self._left(the_pass, the_pass.exit)
         if isinstance(the_pass.fatal, UncertainOpError):
             op = OpName(self._settings.op_namespace, the_pass.fatal.op_key)
             return self._ask_a_person(
                 the_pass.fatal, lambda guard: ledger.wait_for_person(guard.conn, op, guard.token.run)
             )
+        if isinstance(the_pass.fatal, NonDeterminismError) and self._definition.on_mismatch == "fail":
+            return self._fail(the_pass.fatal)
         if the_pass.fatal is not None:
             corrupt = isinstance(the_pass.fatal, JournalCorruptError)
             return self._quarantine(Reason.JOURNAL_CORRUPT if corrupt else Reason.NONDETERMINISM, the_pass.fatal)
-        for entry in the_pass.journal.orphans() if error is None else ():
-            telemetry.count(telemetry.Counter.ORPHAN_STEP)
-            logger.warning("step %r is in the journal but was not asked for", entry.key, extra={"run": the_pass.run_id})
         if error is None:
+            orphans = self._report_orphans(the_pass)
             try:
                 where = f"the result of {self._definition.name}"
                 encoded, decoded = codec.round_trip(value, self._definition.result, where=where)
             except EncodingError as refused:
                 return self._fail(refused)
-            return self._finish(RunState.SUCCEEDED, value=decoded, data=encoded.data)
+            return self._finish(RunState.SUCCEEDED, value=decoded, data=encoded.data, said=orphans)
         return self._retry(error, the_pass.next_input) or self._fail(error)
 
-    def _left(self, how: Exit) -> Outcome:
+    def _report_orphans(self, the_pass: Pass) -> str | None:
+        """Tell of recorded steps and waits that the code did not ask for; return what the attempt's row says of it."""
+        orphans = the_pass.orphans()
+        for key in orphans:
+            telemetry.count(telemetry.Counter.ORPHAN_STEP)
+            logger.warning("%r is in the journal but was not asked for", key, extra={"run": the_pass.run_id})
+        shown = ", ".join(map(repr, orphans[:MOST_ORPHANS]))
+        more = f" and {len(orphans) - MOST_ORPHANS} more" if len(orphans) > MOST_ORPHANS else ""
+        return f"recorded, but not asked for: {shown}{more}" if orphans else None
+
+    def _left(self, the_pass: Pass, how: Exit) -> Outcome:
         if isinstance(how, Suspended):
             return Parked(how.state, how.until)
         if isinstance(how, Canceled):
             return self._finish(RunState.CANCELLED)
         if isinstance(how, Replaced):
             return self._supersede(how)
+        if isinstance(how, ContinuedAsNew):
+            return self._continue(how, the_pass.unread_waits())
         if isinstance(how, Undecided):
             keys = how.waits
             return self._ask_a_person(
@@ -228,6 +248,38 @@ class Execution:
         row = (event_id(token.run, token.fence + 1, OutboxType.CALLBACK, 0),)
         return Superseded(token, how.message, () if how.message is None else row)
 
+    def _encode_successor(self, args: tuple[Any, ...], kwargs: dict[str, Any], version: int | None) -> Encoded:
+        """Encode the arguments of the next generation, as the version it will have takes them."""
+        if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+            raise DefinitionError(f"ctx.continue_as_new: a version is a whole number, not {version!r}")
+        definition = self._definition if version is None else self._tasks.get(self._definition.name, version)
+        return definition.encode_call(args, kwargs)
+
+    def _continue(self, how: ContinuedAsNew, unread: Sequence[str]) -> Outcome:
+        """Begin the run anew in one transaction; its lock comes first, so that what was settled meanwhile is seen."""
+
+        def go_on(guard: Guard) -> int | None:
+            with guard.conn.transaction():
+                if runs.lock_grant(guard) is not False:
+                    return None
+                return runs.continue_as_new(
+                    guard,
+                    arguments=how.arguments,
+                    version=how.version,
+                    unread=unread,
+                    deliver_seconds=self._settings.deliver_seconds,
+                )
+
+        point("continue.commit.b")
+        try:
+            generation = self._attempt.end(go_on, ended_as=(AttemptOutcome.SUSPENDED,))
+        except Canceled:
+            return self._finish(RunState.CANCELLED)
+        point("continue.commit.a")
+        telemetry.count(telemetry.Counter.CONTINUED_RUN)
+        self._database.notify()
+        return Continued(generation or self._grant.generation + 1)
+
     def _hand_over(self, why: str) -> Outcome:
         """Make the run ready for another process; no crash is counted, and its journal stays as it is."""
         try:
@@ -251,7 +303,7 @@ class Execution:
             return None
         count = self._grant.failures + 1
         policy: RetryPolicy = self._definition.retry
-        elapsed = timedelta(seconds=self._grant.age_seconds)
+        elapsed = timedelta(seconds=self._grant.generation_seconds)
         delay = policy.next_delay(count, random.random, error=error, elapsed=elapsed)
         if delay is None:
             return None
@@ -340,6 +392,7 @@ class Execution:
         data: bytes | None = None,
         error: Exception | None = None,
         failure: Failure | None = None,
+        said: str | None = None,
     ) -> Finished:
         """End the run in one statement, with everything that has to leave (I12, I13)."""
         token, reports = self._grant.token, self._reporter.reports
@@ -351,7 +404,7 @@ class Execution:
                 state=state,
                 result=data,
                 error=None if failure is None else failure.to_bytes(),
-                summary=None if failure is None else failure.summary,
+                summary=said if failure is None else failure.summary,
                 report=reports,
                 callbacks=callbacks,
                 hold_seconds=FINISH_HOLD_SECONDS,

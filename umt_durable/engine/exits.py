@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from umt_durable.codec import Encoded
 from umt_durable.errors import DurableError
 from umt_durable.records import NewRun
 from umt_durable.states import RunState
@@ -51,6 +52,15 @@ class Abandoned(Exit):
 
 class Released(Exit):
     """This process shuts down, or the run is paused, between two steps: it goes to whoever takes it next."""
+
+
+class ContinuedAsNew(Exit):
+    """The run begins anew under its id, with other arguments and an empty journal; `version` None is the one it has."""
+
+    def __init__(self, arguments: Encoded, version: int | None) -> None:
+        self.arguments = arguments
+        self.version = version
+        super().__init__("continued as new")
 
 
 class Replaced(Exit):

@@ -66,10 +66,17 @@ class Superseded:
 
 
 @dataclass(frozen=True, slots=True)
+class Continued:
+    """The run is ready for its next generation, which some worker will take; this one is free."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """Nothing was done: the run was claimed, parked or finished before, or this process may not go on with it."""
 
     reason: str
 
 
-Outcome: TypeAlias = Finished | Superseded | Parked | Dropped
+Outcome: TypeAlias = Finished | Superseded | Parked | Continued | Dropped

@@ -70,6 +70,8 @@ def run_parallel(the_pass: Pass, options: StepOptions, step: Parallel) -> list[A
     """
     the_pass.check()
     of = the_pass.keys.make(step.name, options.key)
+    former = the_pass.keys.former(step.name, options.renamed_from, options.key)
+    of = next((one for one in (of, *former) if the_pass.has_under(one)), of)
     keys = the_pass.keys.items(step.name, of, [piece.key for piece in step.pieces])
     stop = step.on_error == "fail"
     fan = Fan(the_pass, concurrency=step.concurrency or DEFAULT_CONCURRENCY, stop_at_failure=stop)
@@ -101,14 +103,14 @@ def _job(the_pass: Pass, recorder: Recorder, step: Parallel, piece: Piece, key: 
         try:
             recorder.replay(recorded, annotation)
         except Exception as error:  # noqa: BLE001 - the recorded failure
-            return Job(key, _nothing, error=error, is_over=True)
+            return Job(entry.key, _nothing, error=error, is_over=True)
     if recorded is not None and recorded.state is StepState.DONE:
-        return Job(key, _nothing, value=recorder.replay(recorded, annotation), is_over=True)
+        return Job(entry.key, _nothing, value=recorder.replay(recorded, annotation), is_over=True)
     if step.kind is StepKind.ITEM:
-        body = Body(lambda: _call_item(the_pass, piece, preemptible=preemptible), annotation, key)
-        return Job(key, lambda: _execute_item(the_pass, recorder, entry, body))
-    body = Body(lambda: _call_branch(piece), annotation, key)
-    return Job(key, lambda: _execute_branch(the_pass, recorder, entry, body))
+        body = Body(lambda: _call_item(the_pass, piece, preemptible=preemptible), annotation, entry.key)
+        return Job(entry.key, lambda: _execute_item(the_pass, recorder, entry, body))
+    body = Body(lambda: _call_branch(piece), annotation, entry.key)
+    return Job(entry.key, lambda: _execute_branch(the_pass, recorder, entry, body))
 
 
 def _nothing() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from datetime import datetime, timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from umt_durable import telemetry, tracing
 from umt_durable.codec import Encoded
@@ -18,17 +19,23 @@ from umt_durable.engine.branch import Blocked, Branch
 from umt_durable.engine.exits import Abandoned, Canceled, Exit, Released, Replaced, Suspended, Undecided
 from umt_durable.engine.failures import ExceptionRegistry
 from umt_durable.engine.loops import Calls
-from umt_durable.engine.replay import Journal, KeyMaker, branches_of
+from umt_durable.engine.registry import OnMismatch
+from umt_durable.engine.replay import Journal, KeyMaker, branches_of, is_patch
 from umt_durable.engine.reporting import Reporter
 from umt_durable.engine.retry import RetryPolicy
-from umt_durable.errors import DurableError
+from umt_durable.errors import DurableError, NonDeterminismError
 from umt_durable.failpoints import point
 from umt_durable.records import StepEntry, WaitEntry
 from umt_durable.session import Binding
-from umt_durable.states import AttemptOutcome, RunState
+from umt_durable.states import AttemptOutcome, RunState, WaitState
 from umt_durable.store import journal, runs, waits
 from umt_durable.store import settings as store_settings
 from umt_durable.store.guard import Guard
+
+logger = logging.getLogger(__name__)
+
+Successor: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], int | None], Encoded]
+"""Encodes the arguments of a run's next generation, for a version of its task; None is the one it has."""
 
 LONGEST = timedelta(days=36_500)
 """The longest sleep, time-out or back-off: what the database's calendar can add to any date of ours."""
@@ -55,9 +62,12 @@ class Pass:
         queue: str | None,
         deliver_seconds: float,
         version: int,
+        generation: int,
         priority: int | None,
         failures: int,
         input: Mapping[str, Any],
+        on_mismatch: OnMismatch,
+        successor: Successor,
         entries: Sequence[StepEntry],
         wait_entries: Sequence[WaitEntry],
         bindings: Mapping[str, Binding],
@@ -73,9 +83,12 @@ class Pass:
         self.queue = queue
         self.deliver_seconds = deliver_seconds
         self.version = version
+        self.generation = generation
         self.priority = priority
         self.failures = failures
         self.input = input
+        self.on_mismatch = on_mismatch
+        self.successor = successor
         self.bindings = bindings
         self.op_namespace = op_namespace
         self.journal = Journal(entries)
@@ -83,13 +96,17 @@ class Pass:
         self._body = Branch()
         self._unseen: defaultdict[str, set[str]] = defaultdict(set)
         # The wait of a step that awaits others is no entry of its own: it is behind with the step.
-        self._expect([entry.key for entry in entries])
+        # Nor is a patch's answer still ahead: the code may have stopped asking.
+        self._expect([entry.key for entry in entries if not is_patch(entry.key)])
         self._expect(entry.key for entry in wait_entries if entry.mode not in ("join", "task"))
         seqs = [entry.seq for entry in entries] + [entry.seq for entry in wait_entries]
         self._seqs = itertools.count(max(seqs, default=0) + 1)
         self._exit: Exit | None = None
         self.calls = Calls()
         self._condemned: list[DurableError] = []
+        self._passed_over: list[str] = []
+        self.patches: dict[tuple[str, str], bool] = {}
+        """What was answered to `ctx.patched` in this pass, by the prefix of the branch that asked, and the patch."""
         self.next_input: Encoded | None = None
         """The arguments of the next attempt, where the body asked to be tried again with others."""
 
@@ -127,6 +144,15 @@ class Pass:
     def is_replaying(self) -> bool:
         """Whether recorded steps lie ahead, of the branch that asks."""
         return bool(self._unseen.get(self.branch.prefix))
+
+    @property
+    def is_in_branch(self) -> bool:
+        """Whether the code that asks is in a branch of a parallel step."""
+        return self.branch is not self._body
+
+    def in_generation(self, key: str) -> str:
+        """Return a text that stands for a step of this run, and for no step of an earlier generation of it."""
+        return key if self.generation == 0 else f"{key}\\^{self.generation}"  # no key is written like this
 
     def next_seq(self) -> int:
         """Return the place of a new journal entry in its run."""
@@ -191,6 +217,36 @@ class Pass:
         """Raise an error that no `except` of the body can make good."""
         self._condemned.append(error)
         raise error
+
+    def differs(self, error: NonDeterminismError, keys: Iterable[str]) -> None:
+        """Take note that the code asks for another step than is recorded under some keys.
+
+        Returns only where that is to be gone on with: these entries are then orphans.
+        Errors: the error, which no `except` of the body can make good.
+        """
+        telemetry.count(telemetry.Counter.NONDETERMINISM)
+        if self.on_mismatch != "warn":
+            self.condemn(error)
+        logger.warning("%s; it is executed beside what is recorded", error, extra={"run": self.run_id})
+        for key in keys:
+            self.journal.disown(key)
+            self.saw(key)
+            self._passed_over.append(key)
+
+    def has_under(self, key: str) -> bool:
+        """Say whether an item or a branch of the step of this key has recorded anything, a wait perhaps."""
+        return self.journal.has_under(key) or any(wait.startswith(f"{key}[") for wait in self.waits)
+
+    def orphans(self) -> list[str]:
+        """Return the keys of the recorded steps and waits that this pass has not asked for, or passed over."""
+        steps = [entry.key for entry in self.journal.orphans()]
+        ahead = [key for key in self._unseen[""] if key in self.waits]
+        found = dict.fromkeys([*steps, *sorted(ahead), *self._passed_over])
+        return [key for key in found if key not in self.waits or self.waits[key].part_of is None]
+
+    def unread_waits(self) -> list[str]:
+        """Return the waits of which this pass does not know that they are settled: whatever settles them is unread."""
+        return [entry.key for entry in self.waits.values() if entry.state is WaitState.PENDING]
 
     def is_fatal(self, error: BaseException) -> bool:
         """Say whether this pass was condemned by an error; branches may be so at the same time, each by its own."""

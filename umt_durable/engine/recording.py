@@ -17,8 +17,9 @@ from umt_durable.engine.attempt import AlreadyRecordedError
 from umt_durable.engine.exits import Canceled, Exit
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.passing import IN_PROCESS_SECONDS, LONGEST, Pass
+from umt_durable.engine.replay import beside
 from umt_durable.engine.retry import RetryPolicy
-from umt_durable.errors import DurableError, EncodingError, JournalCorruptError, NonDeterminismError
+from umt_durable.errors import DefinitionError, DurableError, EncodingError, JournalCorruptError, NonDeterminismError
 from umt_durable.failpoints import point
 from umt_durable.records import StepEntry
 from umt_durable.states import RunState, StepKind, StepState
@@ -30,11 +31,22 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """What `step.options(...)` sets for the next step: its explicit key, its retry policy, how its coroutine ends."""
+    """What `step.options(...)` sets for the next step: its explicit key, its retry policy, how its coroutine ends, and
+    what it was called before.
+    """
 
     key: str | int | UUID | None = None
     retry: RetryPolicy | None = None
     preemptible: bool = False
+    renamed_from: tuple[str, ...] = ()
+
+    def refuse_renaming(self, what: str, why: str) -> None:
+        """Refuse `renamed_from=` for a step that cannot have it.
+
+        Errors: DefinitionError.
+        """
+        if self.renamed_from:
+            raise DefinitionError(f"{what}: renamed_from= is not for it: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +82,8 @@ class Recorder:
         the_pass, key = self._pass, self._options.key
         the_pass.check()
         text = the_pass.keys.make(name, key)
+        former = the_pass.keys.former(name, self._options.renamed_from, key)
+        text = next((one for one in (text, *former) if one in the_pass.journal), text)
         return self.recall(text, name, kind, args, kwargs, is_keyed=key is not None)
 
     def recall(
@@ -94,16 +108,26 @@ class Recorder:
                 ) from None
             fingerprint = None
         try:
-            if text in the_pass.waits:
-                raise NonDeterminismError(f"a wait {text!r}", f"the {kind} step {text!r}")
-            recorded = the_pass.journal.lookup(text, kind, fingerprint)
-        except (NonDeterminismError, JournalCorruptError) as error:
+            text, recorded = self._look_up(text, kind, fingerprint)
+        except JournalCorruptError as error:
             the_pass.condemn(error)
         if kind is not StepKind.BRANCH or (recorded is not None and recorded.state is not StepState.STARTED):
             the_pass.saw(text)  # what a branch did that has not ended still lies ahead
         if recorded is None:
             return journal.Entry(text, the_pass.next_seq(), kind, fingerprint), None
         return journal.Entry(text, recorded.seq, kind, fingerprint, recorded.failures), recorded
+
+    def _look_up(self, text: str, kind: StepKind, fingerprint: bytes | None) -> tuple[str, StepEntry | None]:
+        """Find what is recorded under a key, or beside it, where the run goes on past another step under that key."""
+        the_pass = self._pass
+        try:
+            if text in the_pass.waits:
+                raise NonDeterminismError(f"a wait {text!r}", f"the {kind} step {text!r}")
+            return text, the_pass.journal.lookup(text, kind, fingerprint)
+        except NonDeterminismError as error:
+            the_pass.differs(error, [text])
+        text = beside(text, kind, fingerprint)
+        return text, the_pass.journal.lookup(text, kind, fingerprint)
 
     def replay(self, recorded: StepEntry, annotation: Any) -> Any:
         """Return the recorded result of a step, or raise its recorded failure."""

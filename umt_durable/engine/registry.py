@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias, get_args
 
-from umt_durable.codec import EMPTY, InputSchema, return_annotation
+from umt_durable.codec import EMPTY, Encoded, InputSchema, encode_arguments, return_annotation
 from umt_durable.engine.failures import ExceptionRegistry
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import DefinitionError, DuplicateTaskError, UnknownTaskError
 
 MAX_NAME = 255
+
+OnMismatch: TypeAlias = Literal["park", "fail", "warn"]
+"""What becomes of a run whose code asks for another step than is recorded: it parks for a person, fails, or goes on."""
+
+MISMATCH_POLICIES: Final = get_args(OnMismatch)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +30,7 @@ class TaskDefinition:
     Shape: `body` takes the context first when `takes_context`; `schema` validates and types its other arguments;
     `function` is what was written, whose return annotation types the results where the body takes the context: of an
     existing task it was never more than a hint. `checks_calls` is off for a task that takes any call and fails for the
-    wrong ones when it is executed, as with Celery's `typing=False`.
+    wrong ones when it is executed, as with Celery's `typing=False`. `carry` gives an argument as the body will get it.
     Units: `limit_seconds` is the attempt's own deadline; None is none.
     """
 
@@ -35,6 +44,8 @@ class TaskDefinition:
     limit_seconds: float | None = None
     checks_calls: bool = True
     raises: tuple[type[Exception], ...] = ()
+    on_mismatch: OnMismatch = "park"
+    carry: Callable[[Any], Any] = _as_it_is
     owner: str = ""
 
     def __post_init__(self) -> None:
@@ -46,11 +57,24 @@ class TaskDefinition:
             )
         if self.version < 1:
             raise DefinitionError(f"{self.name}: versions count from 1, not {self.version}")
+        if self.on_mismatch not in MISMATCH_POLICIES:
+            raise DefinitionError(f"{self.name}: on_mismatch is park, fail or warn, not {self.on_mismatch!r}")
 
     @property
     def result(self) -> object:
         """Return the annotation results are typed by; resolved late: its class may be defined further down."""
         return return_annotation(self.function) if self.takes_context else EMPTY
+
+    def encode_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Encoded:
+        """Validate the arguments of a call, where the task wants that, and return them as they are stored.
+
+        Errors: InputError, EncodingError.
+        """
+        given = tuple(map(self.carry, args))
+        named = {name: self.carry(value) for name, value in kwargs.items()}
+        if not self.checks_calls:
+            return encode_arguments(given, named, where=f"the arguments of {self.name}")
+        return self.schema.encode(*self.schema.bind_and_validate(given, named))
 
 
 class TaskRegistry:

@@ -2,8 +2,8 @@
 
 A step is known by its key: its name, and either the key the caller gave or which call of that name it is in this pass.
 With the kind and a fingerprint of the inputs that decides whether the code asks for what was recorded. Inserting and
-appending steps is allowed; a renamed step shows as an orphan, other inputs or another kind under the same key as a
-NonDeterminismError.
+appending steps is allowed; a step that says what it was called before is found under that name, any other renamed step
+shows as an orphan, and other inputs or another kind under the same key as a NonDeterminismError.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 from uuid import UUID
@@ -20,12 +20,15 @@ from umt_durable.errors import DecodingError, DefinitionError, JournalCorruptErr
 from umt_durable.records import StepEntry
 
 MAX_KEY_BYTES: Final = 1000
+PATCH: Final = "ctx.patched"
+"""The name of the steps that say whether a run has a patch; code that asks no more does not miss them."""
 
 _SPECIAL = re.compile(r"[\\#\[]")
 _SPECIAL_IN_KEY = re.compile(r"[\\\]]")
 _FORM = re.compile(
     r"(?P<name>(?:\\[\\#\[]|[^\\#\[])+)(?:#(?P<occurrence>[1-9][0-9]*)|\[(?P<key>(?:\\[\\\]]|[^\\\]])*)\])?", re.DOTALL
 )
+_STAMP = re.compile(r"(\\.|[^\\])*?(?P<stamp>\\~[0-9a-f]+)", re.DOTALL)
 _BRANCH = re.compile(r"\\.|\]/", re.DOTALL)
 
 
@@ -61,8 +64,12 @@ class StepKey:
     def parse(cls, text: str) -> StepKey:
         """Read a key from the journal.
 
+        Shape: what tells it from a step recorded under the same key, see `beside`, is no part of it.
         Errors: DecodingError when no step key is written like this.
         """
+        stamped = _STAMP.match(text)
+        if stamped is not None:
+            text = text[: stamped.start("stamp")] + text[stamped.end("stamp") :]
         found = _FORM.fullmatch(text)
         if found is None or found["occurrence"] == "1":
             raise DecodingError(f"{text!r} is not the key of a step")
@@ -81,6 +88,39 @@ def branches_of(key: str) -> list[str]:
     return [key[: found.end()] for found in _BRANCH.finditer(key) if found[0] == "]/"]
 
 
+def beside(key: str, kind: str, fingerprint: bytes | None) -> str:
+    """Give the key of a step that is executed although another one is recorded under its own key.
+
+    It is the same for the same kind and inputs, so that every replay finds it, and nothing else is written like it.
+    """
+    stamp = f"\\~{hashlib.sha256(kind.encode() + b'/' + (fingerprint or b'')).hexdigest()[:12]}"
+    return _storable(f"{key[:-1]}{stamp}]" if key.endswith("]") else f"{key}{stamp}")
+
+
+def is_patch(key: str) -> bool:
+    """Say whether a journal key is that of an answer of `ctx.patched`, of the body or of a branch."""
+    return key.removeprefix((branches_of(key) or [""])[-1]).startswith(f"{PATCH}[")
+
+
+def former_names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Give what `renamed_from=` says, as the names a step may be recorded under, the latest first.
+
+    Errors: DefinitionError for what is no name.
+    """
+    names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise DefinitionError(f"renamed_from= takes the name that a step had before, or several, not {given!r}")
+    return names
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Claim:
+    """Who has taken an explicit key: compared by identity."""
+
+    name: str
+
+
 class KeyMaker:
     """Gives the calls of one pass their keys.
 
@@ -91,18 +131,44 @@ class KeyMaker:
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
         self._calls: Counter[str] = Counter()
-        self._explicit: dict[str, object] = {}
+        self._explicit: dict[str, _Claim] = {}
+        self._renamed: dict[str, str] = {}
+        self._former: Counter[str] = Counter()
 
     def make(self, name: str, key: str | int | UUID | None = None) -> str:
         """Give the journal key of the next call of this name.
 
         Errors: DefinitionError when an explicit key comes a second time in this pass: the second call would be given
-        the result of the first.
+        the result of the first; and for a name that another step of this pass was renamed from.
         """
         if key is None:
+            if name in self._renamed:
+                raise DefinitionError(_used_twice(name, self._renamed[name], name))
             self._calls[name] += 1
             return _storable(self._prefix + StepKey(name, None, self._calls[name]).text)
         return self._claim(_storable(self._prefix + StepKey(name, key_text(name, key)).text), name, key)
+
+    def former(self, name: str, old_names: Sequence[str], key: str | int | UUID | None = None) -> list[str]:
+        """Give the keys under which a call of this name may be recorded by code that called it otherwise.
+
+        Shape: with an explicit key the old name and that key; without, the n-th call that was renamed from an old name
+        is the n-th call of that name.
+        Errors: DefinitionError for an old name (and key) that two steps of this pass have at once.
+        """
+        return [self._former_key(name, old, key) for old in old_names]
+
+    def _former_key(self, name: str, old: str, key: str | int | UUID | None) -> str:
+        if old == name:
+            raise DefinitionError(
+                f"step {name!r}: renamed_from= names what it was called before, not what it is called"
+            )
+        if key is not None:
+            return self._claim(_storable(self._prefix + StepKey(old, key_text(name, key)).text), name, key)
+        taken_by = old if self._calls[old] else self._renamed.setdefault(old, name)
+        if taken_by != name:
+            raise DefinitionError(_used_twice(old, name, taken_by))
+        self._former[old] += 1
+        return _storable(self._prefix + StepKey(old, None, self._former[old]).text)
 
     def items(self, name: str, of: str, keys: Iterable[object]) -> list[str]:
         """Give the journal keys of the items or branches of one step, whose own key is `of`.
@@ -117,9 +183,14 @@ class KeyMaker:
         return [self._claim(text, name, key) for key, text in texts.items()]
 
     def _claim(self, text: str, name: str, key: object) -> str:
-        mine = object()
+        mine = _Claim(name)
         # One atomic call: two threads that come with the same key must not both find it new.
-        if self._explicit.setdefault(text, mine) is not mine:
+        first = self._explicit.setdefault(text, mine)
+        if first is not mine and first.name != name:
+            raise DefinitionError(
+                f"steps {first.name!r} and {name!r} are both {text!r} in one pass: an old name and key belong to one step"
+            )
+        if first is not mine:
             raise DefinitionError(f"step {name!r} was called twice with the key {str(key)!r} in one pass")
         return text
 
@@ -166,17 +237,36 @@ class Journal:
         """Take in what this pass recorded."""
         self._entries[entry.key] = entry
 
+    def disown(self, key: str) -> None:
+        """Take a recorded step for one that was not asked for: the call under its key is another one."""
+        self._asked.discard(key)
+
+    def has_under(self, key: str) -> bool:
+        """Say whether an item or a branch of the step of this key has recorded anything."""
+        return any(recorded.startswith(f"{key}[") for recorded in self._entries)
+
     def orphans(self) -> tuple[StepEntry, ...]:
         """Give the recorded steps that this pass has not asked for, in the order they were recorded.
 
-        Not those of a branch that has ended: they are not asked for again.
+        Not those of a branch that has ended, which are not asked for again, nor the answers to `ctx.patched`: code that
+        has no more need of a patch stops asking.
         """
         left = [
             entry
             for key, entry in self._entries.items()
-            if key not in self._asked and not any(branch[:-1] in self._asked for branch in branches_of(key))
+            if key not in self._asked
+            and not is_patch(key)
+            and not any(branch[:-1] in self._asked for branch in branches_of(key))
         ]
         return tuple(sorted(left, key=lambda entry: entry.seq))
+
+
+def _used_twice(old: str, name: str, other: str) -> str:
+    return (
+        f"step {name!r} says renamed_from={old!r}, but "
+        + (f"a step {old!r} is called too" if other == old else f"so does step {other!r}")
+        + ": an old name belongs to one step; give the steps keys, or ask ctx.patched"
+    )
 
 
 def _plain(text: str) -> str:

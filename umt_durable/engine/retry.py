@@ -24,6 +24,7 @@ from umt_durable.errors import (
     OpConflictError,
     RunExistsError,
     UncertainOpError,
+    UnknownTaskError,
 )
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ NEVER: Final[tuple[type[BaseException], ...]] = (
     RunExistsError,
     OpConflictError,
     UncertainOpError,
+    UnknownTaskError,
 )
 
 _MAX_ATTEMPTS: Final = 1_000_000

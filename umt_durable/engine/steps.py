@@ -18,6 +18,7 @@ from umt_durable.engine.effects import Effect, OpInfo, Policy, Reconciled
 from umt_durable.engine.parallelsteps import ParallelSteps
 from umt_durable.engine.passing import LONGEST, Pass
 from umt_durable.engine.recording import Body, Recorder, StepOptions, run_coroutine
+from umt_durable.engine.replay import former_names
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.sleeping import Sleep, sleep
 from umt_durable.engine.txstep import run_in_transaction, step_record
@@ -39,15 +40,25 @@ class Steps(WaitSteps, ParallelSteps):
         self._recorder = Recorder(the_pass, self._options)
 
     def options(
-        self, *, key: str | int | UUID | None = None, retry: RetryPolicy | None = None, preemptible: bool = False
+        self,
+        *,
+        key: str | int | UUID | None = None,
+        retry: RetryPolicy | None = None,
+        preemptible: bool = False,
+        renamed_from: str | Sequence[str] | None = None,
     ) -> Steps:
         """Return these steps with options for the call that follows.
 
         Shape: `key` tells same-named steps apart whatever their order; `retry` replaces the task's policy;
         `preemptible` has a coroutine cancelled as soon as the body should stop (a cancel, a lost lease, a shutdown),
-        where a plain function is let finish.
+        where a plain function is let finish. `renamed_from` is what earlier code called the step, or several such names:
+        runs that have recorded it under one of them find it there.
+        Errors: DefinitionError, here for what is no name, at the call for an old name that two steps have at once.
         """
-        return Steps(self._pass, replace(self._options, key=key, retry=retry, preemptible=preemptible))
+        former = former_names(renamed_from)
+        return Steps(
+            self._pass, replace(self._options, key=key, retry=retry, preemptible=preemptible, renamed_from=former)
+        )
 
     @overload
     def run(self, name: str, fn: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -125,6 +136,7 @@ class Steps(WaitSteps, ParallelSteps):
             not_applied=tuple(not_applied),
             binding=self._binding(on),
         )
+        self._options.refuse_renaming(f"effect {op_key!r}", "its key is what all runs and the provider know it by")
         result: R = run_effect(self._pass, self._recorder, effect)
         return result
 

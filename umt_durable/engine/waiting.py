@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -14,6 +14,7 @@ from umt_durable import codec, telemetry
 from umt_durable.engine.exits import Canceled, Exit
 from umt_durable.engine.failures import mark_recorded
 from umt_durable.engine.passing import Pass
+from umt_durable.engine.replay import beside
 from umt_durable.engine.waitables import (
     DEFAULT_POLL,
     MISSING,
@@ -181,20 +182,35 @@ class _Waiting:
 
     def _identify(self) -> None:
         """Compare the rows with what is recorded: the same ones, or none."""
+        found = self._mismatch()
+        if found is not None:
+            keys = [row.key for row in self._rows if row.key in self._pass.waits or row.key in self._pass.journal]
+            self._pass.differs(found, keys)
+            self._go_beside()
+        for row in self._rows:
+            self._pass.saw(row.key)
+
+    def _mismatch(self) -> NonDeterminismError | None:
         the_pass = self._pass
         is_new = self._head.key not in the_pass.waits
         for row in self._rows:
             recorded = the_pass.waits.get(row.key)
-            if (
-                row.key in the_pass.journal
-                or (recorded is None) is not is_new
-                or (recorded is not None and recorded.address != row.address)
-            ):
-                found = (
-                    f"the step {row.key!r}" if row.key in the_pass.journal else getattr(recorded, "address", "no wait")
-                )
-                the_pass.condemn(NonDeterminismError(str(found), f"a wait for {row.address}"))
-            the_pass.saw(row.key)
+            if row.key in the_pass.journal:
+                return NonDeterminismError(f"the step {row.key!r}", f"a wait for {row.address}")
+            if (recorded is None) is not is_new or (recorded is not None and recorded.address != row.address):
+                return NonDeterminismError(getattr(recorded, "address", "no wait"), f"a wait for {row.address}")
+        return None
+
+    def _go_beside(self) -> None:
+        """Wait under keys of these very waits, where others are recorded under their own."""
+        addresses = codec.fingerprint([row.address for row in self._rows], {})
+        old, new = self._head.key, beside(self._head.key, "wait", addresses)
+        self._rows = [
+            replace(row, key=new + row.key.removeprefix(old), part_of=None if row.part_of is None else new)
+            for row in self._rows
+        ]
+        self._head = self._rows[0]
+        self._checks = [row for row in self._rows if row.fact is not None and row.fact.check is not None]
 
     def _is_over(self) -> bool:
         entry = self._pass.waits.get(self._head.key)
@@ -267,7 +283,7 @@ class _Waiting:
             point("wait.look.a")
             ends = None if fact is None else waits.settle(conn, run, row.key, state=WaitState.SATISFIED, fact=fact)
             if ends is not None and fact is not None and of_run and row.mode == "first":
-                contradicted += [row.name] if facts.contradicting(conn, row.address, fact) else []
+                contradicted += [row.name] if facts.contradicting(conn, row.address, fact, run=run) else []
             if ends:
                 break
         return contradicted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, overload
+from typing import Any, Final, TypeVar, overload
 
 from umt_durable import codec
 from umt_durable.engine.failures import mark_recorded
@@ -24,6 +24,8 @@ from umt_durable.engine.waiting import Group, Wait, wait_for_fact, wait_for_grou
 from umt_durable.errors import DefinitionError, FactTimeoutError
 
 V = TypeVar("V")
+
+_SAID: Final = "whoever says the fact says it under that name; keep it, or ask ctx.patched which of the two to wait for"
 
 
 class WaitSteps:
@@ -86,6 +88,7 @@ class WaitSteps:
         recorded and never changes.
         """
         self._pass.check()
+        self._options.refuse_renaming(f"wait {name!r}", _SAID)
         fact = FactWait(name, key=key, check=check, mode=mode, type=type)
         wait = Wait(fact=fact, timeout=timeout, poll=poll, on_created=on_created, default=default)
         return wait_for_fact(self._pass, wait, step_key=self._options.key)
@@ -145,6 +148,7 @@ class WaitSteps:
         poll: timedelta | PollPolicy | None,
     ) -> list[Fact[Any]]:
         self._pass.check()
+        self._options.refuse_renaming(f"step.{verb}", "it has no name of its own; key= tells several apart")
         parts = read_waitables(verb, given)
         if need is None and not parts:
             return []

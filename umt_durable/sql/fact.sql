@@ -15,8 +15,9 @@ SELECT {schema}.emit_fact(%(name)s::text, %(key)s::text, %(payload)s::bytea, %(a
 -- name: look_for_fact :maybe
 -- Find the fact that satisfies a wait in the given mode, among those at its address. Of those under a key a run sees what
 -- committed after it had been made, by the order of commits; by the clock as well, for rows restored from another server.
--- Mode `first` stays with what a wait of the run took as the first; `queue` takes the oldest that no wait refers to.
--- Locks: the address (held). Index: fact_address, fact_keyed, wait_pkey.
+-- Mode `first` stays with what a wait of the run took as the first; `queue` takes the oldest that no wait refers to. What an
+-- earlier generation of the run has read is not there any more.
+-- Locks: the address (held). Index: fact_address, fact_keyed, fact_read_pkey, wait_pkey.
 WITH r AS MATERIALIZED (SELECT created_at, snapshot FROM {schema}.run WHERE no = %(run)s AND NOT %(of_run)s),
 f AS (
     SELECT id, at FROM {schema}.fact WHERE %(of_run)s AND address = %(address)s
@@ -27,16 +28,19 @@ f AS (
      WHERE address = %(address)s AND address LIKE '["key",%%' AND xid >= (SELECT pg_snapshot_xmin(snapshot) FROM r)
        AND {schema}.ended_after(xid, (SELECT snapshot FROM r)))
 SELECT id FROM f
- WHERE %(mode)s <> 'queue' OR NOT EXISTS (SELECT 1 FROM {schema}.wait AS w WHERE w.run = %(run)s AND w.fact = f.id)
+ WHERE NOT EXISTS (SELECT 1 FROM {schema}.fact_read AS d WHERE d.run = %(run)s AND d.fact = f.id)
+   AND (%(mode)s <> 'queue' OR NOT EXISTS (SELECT 1 FROM {schema}.wait AS w WHERE w.run = %(run)s AND w.fact = f.id))
  ORDER BY %(mode)s = 'first' AND EXISTS (SELECT 1 FROM {schema}.wait AS w WHERE w.run = %(run)s AND w.mode = 'first' AND w.fact = f.id) DESC,
           CASE WHEN %(mode)s = 'latest' THEN at END DESC, at, id
  LIMIT 1
 
 -- name: contradicting_facts :one
--- Count the facts at the address of one that say something else, and that a router has finished with.
--- Locks: the address (held). Index: fact_address, fact_pkey.
+-- Count the facts at the address of one that say something else, and that a router has finished with; not those that an
+-- earlier generation of the run has read.
+-- Locks: the address (held). Index: fact_address, fact_pkey, fact_read_pkey.
 SELECT count(*) FROM {schema}.fact AS f JOIN {schema}.fact AS g ON g.id = %(fact)s
  WHERE f.address = %(address)s AND f.id <> g.id AND f.routed_at IS NOT NULL AND f.payload IS DISTINCT FROM g.payload
+   AND NOT EXISTS (SELECT 1 FROM {schema}.fact_read AS d WHERE d.run = %(run)s AND d.fact = f.id)
 
 -- name: unrouted_facts :many
 -- List the oldest facts that no router has finished with. Ids are no cursor: late commits are found by state (RG-18).

@@ -37,12 +37,13 @@ WITH c AS (
             OR (state = 'running' AND claim = %(claim)s))
        AND EXISTS (SELECT 1 FROM {schema}.worker WHERE id = %(worker)s AND lease_until > {schema}.now())  -- no fence: the sweeper finds a dead lease anyway
     RETURNING no, fence, cancel_at IS NOT NULL AS cancel, failures, crashes, version, priority, args, codec, digest, envelope,
-              extract(epoch FROM {schema}.now() - created_at)::float8 AS age, queue),
+              extract(epoch FROM {schema}.now() - created_at)::float8 AS age, queue, generation,
+              extract(epoch FROM {schema}.now() - coalesce(continued_at, created_at))::float8 AS generation_age),
 a AS (
     INSERT INTO {schema}.attempt (run, fence, claim, worker, claimed_at)
     SELECT no, fence, %(claim)s, %(worker)s, {schema}.now() FROM c
     ON CONFLICT ON CONSTRAINT attempt_pkey DO NOTHING)
-SELECT no, fence, cancel, failures, crashes, version, priority, args, codec, digest, envelope, age, queue FROM c
+SELECT no, fence, cancel, failures, crashes, version, priority, args, codec, digest, envelope, age, queue, generation, generation_age FROM c
 
 -- name: prove_grant :maybe
 -- Say whether a cancel is pending, if the grant still holds. The row lock makes the answer a proof (I7).
@@ -135,6 +136,52 @@ u AS (
 UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'failed', error = %(summary)s
   FROM r, u WHERE attempt.run = r.no AND attempt.fence = r.fence
 RETURNING u.wake_at
+
+-- name: continue_run :maybe
+-- End the grant with the run ready for its next generation: other arguments, and nothing of the one before it but the
+-- facts it has not read. Those that a wait took and the body was given are noted as read; a wait of mode `latest` reads
+-- all up to the one it took. `unread` are the waits that were settled without the body knowing. Of earlier attempts those
+-- that were lost stay: their processes may live. Refuses, with no row, when the grant has ended or a cancel is pending.
+-- Locks: run (held), then attempt, step, wait, fact_read, then outbox_event. Index: run_pkey, attempt_pkey, step_pkey, wait_pkey, fact_address.
+WITH r AS MATERIALIZED (
+    SELECT no, fence, created_at, snapshot FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running' AND cancel_at IS NULL
+       FOR UPDATE),
+u AS (
+    UPDATE {schema}.run
+       SET state = 'ready', generation = run.generation + 1, continued_at = {schema}.now(), version = coalesce(%(version)s::int, run.version),
+           args = %(args)s, codec = %(codec)s, digest = %(digest)s, failures = 0, crashes = 0, reason = NULL, error = NULL,
+           wake_at = NULL, fence = run.fence + 1, claim = NULL, worker = NULL, redelivers = 0, attempt_deadline = NULL,
+           deliver_by = {schema}.now() + %(deliver)s::interval
+      FROM r WHERE run.no = r.no
+    RETURNING run.no, run.fence, run.priority, run.generation),
+a AS (
+    UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'suspended'
+      FROM r WHERE attempt.run = r.no AND attempt.fence = r.fence),
+b AS (
+    DELETE FROM {schema}.attempt USING r WHERE attempt.run = r.no AND attempt.fence < r.fence AND attempt.outcome <> 'lost'),
+s AS (
+    DELETE FROM {schema}.step USING r WHERE step.run = r.no),
+w AS (
+    DELETE FROM {schema}.wait USING r WHERE wait.run = r.no
+    RETURNING wait.key, wait.address, wait.mode, wait.state, wait.fact, wait.part_of),
+t AS (
+    SELECT w.address, w.mode, w.fact FROM w LEFT JOIN w AS g ON g.key = w.part_of
+     WHERE w.fact IS NOT NULL AND w.mode NOT IN ('join', 'task') AND NOT w.key = ANY(%(unread)s::text[])
+       AND coalesce(g.state, w.state) = 'satisfied'),
+f AS (
+    INSERT INTO {schema}.fact_read (run, fact)
+    SELECT r.no, t.fact FROM r, t
+    UNION
+    SELECT r.no, o.id
+      FROM r CROSS JOIN t JOIN {schema}.fact AS l ON l.id = t.fact JOIN {schema}.fact AS o ON o.address = t.address AND o.at <= l.at
+     WHERE t.mode = 'latest' AND (t.address LIKE '["run",%%' OR o.at >= r.created_at OR {schema}.ended_after(o.xid, r.snapshot))
+    ON CONFLICT ON CONSTRAINT fact_read_pkey DO NOTHING),
+o AS (
+    INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+    SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), {schema}.now() FROM u
+    ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING)
+SELECT generation FROM u
 
 -- name: quarantine_run :maybe
 -- End the grant with the run parked for a person.
@@ -371,6 +418,7 @@ SELECT no, id, nesting, state, envelope FROM {schema}.run WHERE id = %(run)s::te
 -- and what of that its waits took, and a hint. Its fence begins at 1, so that its first grant reads the journal. No row:
 -- it is there already. Of the facts under a key it sees what the first one would have seen. Waits for children or for an
 -- awaited task stay behind: done, their steps have the outcome; else they begin anew, with children and a task of their own.
+-- Facts said to the first one get ids derived from theirs, by which the waits that took them find them.
 -- Locks: none that another transaction waits for but one with the same retry. Index: run_id_nesting, step_pkey, wait_pkey, fact_address.
 WITH o AS MATERIALIZED (
     SELECT * FROM {schema}.run WHERE no = %(run)s::bigint AND state IN ('failed', 'cancelled')),
@@ -389,20 +437,88 @@ p AS (SELECT '["run", ' || to_jsonb(o.id)::text || ', ' AS old, '["run", ' || to
 w AS (
     INSERT INTO {schema}.wait (run, key, seq, name, address, mode, deadline, state, fact, payload, created_at, settled_at, part_of, need, announced)
     SELECT n.no, w.key, w.seq, w.name, CASE WHEN starts_with(w.address, p.old) THEN p.new || substr(w.address, length(p.old) + 1) ELSE w.address END,
-           w.mode, w.deadline, w.state, w.fact, w.payload, w.created_at, w.settled_at, w.part_of, w.need, w.announced
+           w.mode, w.deadline, w.state, CASE WHEN starts_with(w.address, p.old) THEN {schema}.copied_fact(n.no, w.fact) ELSE w.fact END,
+           w.payload, w.created_at, w.settled_at, w.part_of, w.need, w.announced
       FROM n, p, {schema}.wait AS w
      WHERE w.run = n.retry_of AND w.state <> 'pending' AND w.mode NOT IN ('join', 'task')
        AND (CASE WHEN w.part_of IS NULL THEN w.state
                  ELSE (SELECT g.state FROM {schema}.wait AS g WHERE g.run = w.run AND g.key = w.part_of) END) = 'satisfied'),
 f AS (
     INSERT INTO {schema}.fact (id, address, name, payload, actor, dedupe, at, routed_at)
-    SELECT gen_random_uuid(), jsonb_build_array('run', n.id, f.name)::text, f.name, f.payload, f.actor, f.dedupe, f.at, {schema}.now()
+    SELECT {schema}.copied_fact(n.no, f.id), jsonb_build_array('run', n.id, f.name)::text, f.name, f.payload, f.actor, f.dedupe, f.at, {schema}.now()
       FROM n, p, {schema}.fact AS f
      WHERE f.address >= p.old AND f.address < rtrim(p.old) || '!'
-       AND NOT starts_with(f.name, 'umt.')),
+       AND NOT starts_with(f.name, 'umt.')
+       AND NOT EXISTS (SELECT 1 FROM {schema}.fact_read AS d WHERE d.run = n.retry_of AND d.fact = f.id)),
+d AS (
+    INSERT INTO {schema}.fact_read (run, fact)
+    SELECT n.no, d.fact FROM n JOIN {schema}.fact_read AS d ON d.run = n.retry_of JOIN {schema}.fact AS f ON f.id = d.fact WHERE f.address LIKE '["key",%%'),
 a AS (
     INSERT INTO {schema}.audit (id, act, run, actor, reason, detail)
     SELECT %(audit)s::uuid, 'retry', retry_of, %(actor)s::text, %(reason)s::text, 'as run ' || id FROM n
+    ON CONFLICT ON CONSTRAINT audit_pkey DO NOTHING),
+e AS (
+    INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+    SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), {schema}.now() FROM n)
+SELECT no FROM n
+
+-- name: run_to_fork :maybe
+-- Read what decides how a run is forked, at its highest nesting, and the place in its journal of the step or wait of a key;
+-- of the key of a map or a parallel step the place of the first of what it did.
+-- Locks: none. Index: run_id_nesting, step_pkey, wait_pkey.
+SELECT r.no, r.id, r.nesting, r.state, r.envelope,
+       coalesce((SELECT s.seq FROM {schema}.step AS s WHERE s.run = r.no AND s.key = %(step)s::text),
+                (SELECT w.seq FROM {schema}.wait AS w WHERE w.run = r.no AND w.key = %(step)s::text AND w.mode NOT IN ('join', 'task')),
+                (SELECT min(i.seq) FROM (SELECT s.key, s.seq FROM {schema}.step AS s WHERE s.run = r.no
+                                         UNION ALL
+                                         SELECT w.key, w.seq FROM {schema}.wait AS w WHERE w.run = r.no AND w.mode NOT IN ('join', 'task')) AS i
+                  WHERE starts_with(i.key, %(step)s::text || '[')))
+  FROM {schema}.run AS r WHERE r.id = %(run)s::text ORDER BY r.nesting DESC LIMIT 1
+
+-- name: insert_fork :maybe
+-- Insert a run that begins where another was at a step: with the outcomes of the steps and waits before that place, which
+-- are those of lower `seq`, but for the branches around it, and a hint. Its fence begins at 1, so that its first grant reads
+-- the journal. Of the facts said to the other it has those that these waits took; of those under a key it sees what the
+-- other one would have seen. No row: it is there already, or the other goes on.
+-- Locks: none that another transaction waits for. Index: run_id_nesting, step_pkey, wait_pkey, fact_pkey.
+WITH o AS MATERIALIZED (
+    SELECT * FROM {schema}.run WHERE no = %(run)s::bigint AND state IN ('succeeded', 'failed', 'cancelled', 'quarantined')),
+n AS (
+    INSERT INTO {schema}.run (id, task, version, queue, priority, fence, args, codec, digest, envelope, deliver_by, ref, attributes, fork_of, snapshot)
+    SELECT %(id)s::text, task, coalesce(%(version)s::int, version), queue, priority, 1, coalesce(%(args)s::bytea, args),
+           coalesce(%(codec)s::smallint, codec), CASE WHEN %(args)s::bytea IS NULL THEN digest ELSE %(digest)s::bytea END, %(envelope)s::bytea,
+           {schema}.now() + %(deliver)s::interval, ref, attributes, no, snapshot
+      FROM o
+    ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING
+    RETURNING no, id, fence, priority, fork_of),
+s AS (
+    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, result, digest, error, wake_at, started_at, finished_at)
+    SELECT n.no, s.key, s.seq, s.kind, s.state, s.fingerprint, s.failures, n.fence, s.result, s.digest, s.error, s.wake_at, s.started_at, s.finished_at
+      FROM n JOIN {schema}.step AS s ON s.run = n.fork_of
+     WHERE s.state IN ('done', 'failed') AND s.seq < %(seq)s::int AND NOT s.key = ANY(%(around)s::text[])),
+p AS (SELECT '["run", ' || to_jsonb(o.id)::text || ', ' AS old, '["run", ' || to_jsonb(n.id)::text || ', ' AS new FROM o, n),
+c AS MATERIALIZED (
+    SELECT w.*, starts_with(w.address, p.old) AS is_own, n.no AS new_no, p.old, p.new
+      FROM n, p, {schema}.wait AS w
+     WHERE w.run = n.fork_of AND w.state <> 'pending' AND w.mode NOT IN ('join', 'task') AND w.seq < %(seq)s::int
+       AND (CASE WHEN w.part_of IS NULL THEN w.state
+                 ELSE (SELECT g.state FROM {schema}.wait AS g WHERE g.run = w.run AND g.key = w.part_of) END) IN ('satisfied', 'timed_out')),
+w AS (
+    INSERT INTO {schema}.wait (run, key, seq, name, address, mode, deadline, state, fact, payload, created_at, settled_at, part_of, need, announced)
+    SELECT new_no, key, seq, name, CASE WHEN is_own THEN new || substr(address, length(old) + 1) ELSE address END, mode, deadline, state,
+           CASE WHEN is_own THEN {schema}.copied_fact(new_no, fact) ELSE fact END, payload, created_at, settled_at, part_of, need, announced
+      FROM c),
+f AS (
+    INSERT INTO {schema}.fact (id, address, name, payload, actor, dedupe, at, routed_at)
+    SELECT {schema}.copied_fact(n.no, f.id), jsonb_build_array('run', n.id, f.name)::text, f.name, f.payload, f.actor, f.dedupe, f.at, {schema}.now()
+      FROM n, {schema}.fact AS f
+     WHERE f.id IN (SELECT fact FROM c WHERE is_own)),
+d AS (
+    INSERT INTO {schema}.fact_read (run, fact)
+    SELECT n.no, d.fact FROM n JOIN {schema}.fact_read AS d ON d.run = n.fork_of JOIN {schema}.fact AS f ON f.id = d.fact WHERE f.address LIKE '["key",%%'),
+a AS (
+    INSERT INTO {schema}.audit (id, act, run, actor, reason, detail)
+    SELECT %(audit)s::uuid, 'fork', fork_of, %(actor)s::text, %(reason)s::text, 'as run ' || id || ' from ' || %(step)s::text FROM n
     ON CONFLICT ON CONSTRAINT audit_pkey DO NOTHING),
 e AS (
     INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
@@ -693,7 +809,7 @@ SELECT claim, reason, CASE WHEN cancel_at IS NULL THEN 'pause' ELSE 'cancel' END
 -- Locks: none. Index: run_id_nesting.
 SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
        attributes, result, error, codec, created_at, finished_at,
-       (SELECT o.id FROM {schema}.run AS o WHERE o.no = run.retry_of)
+       (SELECT o.id FROM {schema}.run AS o WHERE o.no = run.retry_of), (SELECT o.id FROM {schema}.run AS o WHERE o.no = run.fork_of), generation, continued_at
   FROM {schema}.run WHERE id = %(id)s ORDER BY nesting DESC LIMIT 1
 
 -- name: list_runs :many
@@ -702,7 +818,7 @@ SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at
 -- Locks: none. Index: run_pkey.
 SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
        attributes, NULL::bytea, NULL::bytea, codec, created_at, finished_at,
-       (SELECT o.id FROM {schema}.run AS o WHERE o.no = run.retry_of)
+       (SELECT o.id FROM {schema}.run AS o WHERE o.no = run.retry_of), (SELECT o.id FROM {schema}.run AS o WHERE o.no = run.fork_of), generation, continued_at
   FROM {schema}.run
  WHERE (%(before)s::bigint IS NULL OR no < %(before)s)
    AND (%(task)s::text IS NULL OR task = %(task)s)

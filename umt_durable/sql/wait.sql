@@ -158,6 +158,7 @@ SELECT w.run, w.key
   JOIN {schema}.wait AS w ON w.run = r.no AND w.address = f.address AND w.mode = 'first' AND w.state = 'satisfied'
   JOIN {schema}.fact AS g ON g.id = w.fact
  WHERE f.id = %(fact)s AND g.id <> f.id AND g.payload IS DISTINCT FROM f.payload
+   AND NOT EXISTS (SELECT 1 FROM {schema}.fact_read AS d WHERE d.run = w.run AND d.fact = f.id)
 
 -- name: pending_waits :many
 -- List the pending waits at a fact's address that it satisfies, in the order of their runs. A fact said under a key is seen
@@ -199,9 +200,11 @@ m AS (
            r.finished_at IS NULL AND (
                EXISTS (SELECT 1 FROM {schema}.fact AS f, t
                         WHERE f.address = w.address AND f.routed_at < t.at
-                          AND f.at >= CASE WHEN w.address LIKE '["run",%%' THEN '-infinity' ELSE r.created_at END)
+                          AND f.at >= CASE WHEN w.address LIKE '["run",%%' THEN '-infinity' ELSE r.created_at END
+                           AND NOT EXISTS (SELECT 1 FROM {schema}.fact_read AS d WHERE d.run = w.run AND d.fact = f.id))
                OR EXISTS (SELECT 1 FROM {schema}.fact AS f, t
                            WHERE f.address = w.address AND f.address LIKE '["key",%%' AND f.routed_at < t.at
-                             AND f.xid >= pg_snapshot_xmin(r.snapshot) AND {schema}.ended_after(f.xid, r.snapshot))) AS missed
+                             AND f.xid >= pg_snapshot_xmin(r.snapshot) AND {schema}.ended_after(f.xid, r.snapshot)
+                              AND NOT EXISTS (SELECT 1 FROM {schema}.fact_read AS d WHERE d.run = w.run AND d.fact = f.id))) AS missed
       FROM w JOIN {schema}.run AS r ON r.no = w.run)
 SELECT address, run, key, missed, (SELECT count(*) FROM w) FROM m WHERE missed OR n = (SELECT max(n) FROM m) ORDER BY n

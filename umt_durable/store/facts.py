@@ -36,9 +36,9 @@ def look_for(conn: Connection, address: str, *, run: int, of_run: bool, mode: st
     return None if row is None else row[0]
 
 
-def contradicting(conn: Connection, address: str, fact: UUID) -> int:
-    """Count the routed facts at an address that say something else than a given one."""
-    return int(sql.one(conn, "contradicting_facts", address=address, fact=fact)[0])
+def contradicting(conn: Connection, address: str, fact: UUID, *, run: int) -> int:
+    """Count the routed facts at an address that say something else than a given one, and that a run has not read."""
+    return int(sql.one(conn, "contradicting_facts", address=address, fact=fact, run=run)[0])
 
 
 def unrouted(conn: Connection, *, limit: int) -> list[tuple[UUID, str, str]]:

@@ -14,6 +14,7 @@ from umt_durable.records import (
     Child,
     Enqueued,
     FinishedRun,
+    ForkedRun,
     Grant,
     LockedRun,
     NewRun,
@@ -169,6 +170,28 @@ def quarantine(guard: Guard, *, reason: Reason, error: bytes, summary: str) -> b
     return row is not None
 
 
+def continue_as_new(
+    guard: Guard, *, arguments: Encoded, version: int | None, unread: Sequence[str], deliver_seconds: float
+) -> int | None:
+    """Make the run ready for its next generation, whose number is returned; None when fenced or to be cancelled.
+
+    Shape: `version` None stays with the one the run has; `unread` are waits that were settled without the body knowing.
+    The caller holds the run's lock, taken in an earlier statement: what was settled before it is then seen here.
+    """
+    row = sql.maybe(
+        guard.conn,
+        "continue_run",
+        args=arguments.data,
+        codec=int(arguments.codec),
+        digest=arguments.digest,
+        version=version,
+        unread=list(unread),
+        deliver=timedelta(seconds=deliver_seconds),
+        **guard.key,
+    )
+    return None if row is None else int(row[0])
+
+
 def insert_children(
     guard: Guard,
     children: Sequence[NewRun],
@@ -322,6 +345,61 @@ def retry_parameters(
     kept = {"actor": texts.storable(actor), "reason": texts.storable(reason)}
     deliver = timedelta(seconds=deliver_seconds)
     return {"run": run, "id": id, "envelope": envelope, "deliver": deliver, "audit": audit, **kept}
+
+
+def to_fork(conn: Connection, id: str, step: str) -> ForkedRun | None:
+    """Read what decides how a run is forked from a step."""
+    row = sql.maybe(conn, "run_to_fork", run=id, step=step)
+    return None if row is None else read_to_fork(row)
+
+
+def insert_fork(conn: Connection, parameters: dict[str, Any]) -> bool:
+    """Insert the run that begins where another was at a step; False when it is there already, or the other goes on."""
+    return sql.maybe(conn, "insert_fork", **parameters) is not None
+
+
+def read_to_fork(row: Sequence[Any]) -> ForkedRun:
+    """Read a row of the statement `run_to_fork`."""
+    no, id, nesting, state, envelope, seq = row
+    kept = None if envelope is None else bytes(envelope)
+    return ForkedRun(RunNo(no), id, nesting, RunState(state), kept, seq)
+
+
+def fork_parameters(
+    found: ForkedRun,
+    *,
+    id: str,
+    step: str,
+    around: Sequence[str],
+    arguments: Encoded | None,
+    version: int | None,
+    envelope: bytes | None,
+    deliver_seconds: float,
+    audit: UUID,
+    actor: str,
+    reason: str | None,
+) -> dict[str, Any]:
+    """Return the named parameters of the statement `insert_fork`.
+
+    Shape: `id` is the new run's; `around` are the branches that the step is in; without `arguments` or `version` the
+    new run has those of the first.
+    """
+    return {
+        "run": found.no,
+        "id": id,
+        "step": step,
+        "seq": found.seq,
+        "around": list(around),
+        "args": None if arguments is None else arguments.data,
+        "codec": None if arguments is None else int(arguments.codec),
+        "digest": None if arguments is None else arguments.digest,
+        "version": version,
+        "envelope": envelope,
+        "deliver": timedelta(seconds=deliver_seconds),
+        "audit": audit,
+        "actor": texts.storable(actor),
+        "reason": texts.storable(reason),
+    }
 
 
 def wake_due(conn: Connection, *, limit: int, deliver_seconds: float) -> int:
