@@ -16,7 +16,7 @@ from umt_durable.database import Database
 from umt_durable.engine.client import Client
 from umt_durable.engine.executor import Executor
 from umt_durable.engine.outcomes import Delivery, Outcome
-from umt_durable.engine.registry import TaskDefinition, TaskRegistry
+from umt_durable.engine.registry import OnMismatch, TaskDefinition, TaskRegistry
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.records import Grant, NewRun
 from umt_durable.services.lease import Lease
@@ -99,6 +99,7 @@ class Engine:
         version: int = 1,
         retry: RetryPolicy = RetryPolicy.NONE,
         raises: tuple[type[Exception], ...] = (),
+        on_mismatch: OnMismatch = "park",
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a body as a durable task."""
 
@@ -112,6 +113,7 @@ class Engine:
                     function=body,
                     retry=retry,
                     raises=raises,
+                    on_mismatch=on_mismatch,
                     owner=f"{body.__qualname__}@{version}",
                 )
             )

@@ -184,6 +184,7 @@ class Answer(Awaitable[bool]):
         return self._call.__await__()
 
     def __bool__(self) -> bool:
+        self._call.close()
         raise DurableError("ctx.patched of an async body has to be awaited: `if await ctx.patched(…)`")
 
 

@@ -188,7 +188,7 @@ class KeyMaker:
         first = self._explicit.setdefault(text, mine)
         if first is not mine and first.name != name:
             raise DefinitionError(
-                f"steps {first.name!r} and {name!r} are both {text!r} in one pass: an old name and key belong to one step"
+                f"steps {first.name!r} and {name!r} are both {text!r} in one pass: an old name belongs to one step"
             )
         if first is not mine:
             raise DefinitionError(f"step {name!r} was called twice with the key {str(key)!r} in one pass")

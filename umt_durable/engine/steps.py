@@ -51,8 +51,8 @@ class Steps(WaitSteps, ParallelSteps):
 
         Shape: `key` tells same-named steps apart whatever their order; `retry` replaces the task's policy;
         `preemptible` has a coroutine cancelled as soon as the body should stop (a cancel, a lost lease, a shutdown),
-        where a plain function is let finish. `renamed_from` is what earlier code called the step, or several such names:
-        runs that have recorded it under one of them find it there.
+        where a plain function is let finish. `renamed_from` is what earlier code called the step, or several such
+        names: runs that have recorded it under one of them find it there.
         Errors: DefinitionError, here for what is no name, at the call for an old name that two steps have at once.
         """
         former = former_names(renamed_from)
