@@ -39,6 +39,7 @@ DEFAULT = {
     "wait.commit.a",
     "relay.publish.a",
     "op.call.a",
+    "continue.commit.a",
 }
 IN_THE_MAIN_PROCESS = ("intake.", "timer.", "relay.", "router.")
 POINTS = {
@@ -58,6 +59,7 @@ POINTS = {
         *("router.key_lock.a", "router.run_lock.a", "router.commit.b", "router.commit.a"),
     ),
     "flaky_run": ("retry.commit.b", "retry.commit.a"),
+    "looper": ("continue.commit.b", "continue.commit.a"),
 }
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "ten_steps": (),
@@ -66,6 +68,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "sleeper": (2.5, 1),
     "waiter": ("go",),
     "flaky_run": (1,),
+    "looper": (1, 4),
 }
 RESULTS: dict[str, Any] = {
     "ten_steps": list(range(1, 11)),
@@ -74,6 +77,7 @@ RESULTS: dict[str, Any] = {
     "sleeper": 1,
     "waiter": 5,
     "flaky_run": 2,
+    "looper": 4,
 }
 CASES = [
     pytest.param(task, point, id=point, marks=[] if point in DEFAULT else [pytest.mark.long])

@@ -141,7 +141,7 @@ def test_e10_a_run_that_began_after_the_rename_has_the_new_name_and_needs_the_ol
         ctx.step.options(renamed_from="charge").run("bill", noted(entered, 1, 1))
         ctx.step.sleep("nap", NAP)
 
-    def forgotten(ctx: TaskContext) -> int:
+    def forgotten(ctx: TaskContext) -> Any:
         ctx.step.run("bill", noted(entered, 1, 1))
         return ctx.step.run("charge", noted(entered, 2, 2))
 

@@ -187,6 +187,7 @@ def test_what_is_derived_from_a_step_is_another_one_in_each_generation(engine: E
 
     reporter = RecordingReporter(ordinary=outside, durable_tasks=Offspring(engine))
     run_id = engine.start("t", 1)
+    outcomes = []
     for number in (1, 2):
         assert isinstance(deliver(engine, run_id, reporter=reporter), Parked)
         child = engine.client.list(task="double")[0]
@@ -196,10 +197,12 @@ def test_what_is_derived_from_a_step_is_another_one_in_each_generation(engine: E
         assert isinstance(deliver(engine, run_id, reporter=reporter), Parked)
         _, place, token = outside.sent[-1]
         bring(engine.database, engine.settings, place, token=token.hex, answer=Answer(number), by=f"answer-{number}")
-        outcome = deliver(engine, run_id, reporter=reporter)
+        outcomes.append(deliver(engine, run_id, reporter=reporter))
 
-    assert isinstance(outcome, Finished)
-    assert outcome.value == [4, 2]
+    continued, ended = outcomes
+    assert continued == Continued(1)
+    assert isinstance(ended, Finished)
+    assert ended.value == [4, 2]
     assert len(set(keys)) == 2
     assert len({place.task_id for _, place, _ in outside.sent}) == 2
     assert len({run.id for run in engine.client.list(task="double")}) == 2

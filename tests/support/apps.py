@@ -98,6 +98,7 @@ class Tasks:
     booking: Any
     shipping: Any
     sleeper: Any
+    looper: Any
     waiter: Any
     picker: Any
     forker: Any
@@ -166,6 +167,13 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
         ctx.step.sleep("nap", timedelta(seconds=seconds))
         return ctx.step.run("after", log_and_pass, "after", value)
 
+    @durable.task(name="tests.looper", version=1)
+    def looper(ctx: TaskContext, number: int, last: int) -> int:
+        ctx.step.run("turn", log_and_pass, f"turn-{number}", number)
+        if number < last:
+            ctx.continue_as_new(number + 1, last)
+        return number
+
     @durable.task(name="tests.waiter", version=1)
     def waiter(ctx: TaskContext, fact: str, key: str | None = None, timeout: float | None = None) -> Any:
         ctx.step.run("before", log_and_pass, "before", 0)
@@ -182,6 +190,7 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
         "booking": booking,
         "shipping": shipping,
         "sleeper": sleeper,
+        "looper": looper,
         "waiter": waiter,
         **_parallel_tasks(durable),
         **_failing_tasks(durable),

@@ -101,6 +101,23 @@ async def use_async(session: AsyncSession, order: Order) -> None:
     assert_type(await durable.asignal("r", "approved", conn=session), UUID)
 
 
+@durable.task(name="shop.changes", on_mismatch="warn")
+def changes(ctx: TaskContext, cursor: int, note: str = "") -> int:
+    assert_type(ctx.patched("tax"), bool)
+    assert_type(ctx.step.options(renamed_from="charge").run("bill", charge, Order(number="1")), str)
+    ctx.step.options(renamed_from=["invoice", "charge"], key=cursor).sleep("nap", timedelta(days=1))
+    if cursor < 7:
+        ctx.continue_as_new(cursor + 1, note="again", version=2)
+    return ctx.generation
+
+
+@durable.task(name="shop.changes.async")
+async def changes_async(ctx: AsyncTaskContext, cursor: int) -> int:
+    if await ctx.patched("tax"):
+        await ctx.continue_as_new(cursor + 1)
+    return cursor
+
+
 def label(order: Order) -> UUID:
     return UUID(int=order.pieces)
 
@@ -167,6 +184,7 @@ def look(run_id: str) -> None:
     assert_type(durable.signal(run_id, "approved", {"by": "ann"}, actor="ann"), UUID)
     assert_type(durable.emit("paid", "A-17", dedupe="1"), UUID)
     assert_type(durable.cancel(run_id, reason="asked"), UUID)
+    assert_type(durable.fork(run_id, from_step="charge", actor="ann", input={"order": 1}, version=2), str)
     print(run.state.is_terminal, durable.history(run_id).attempts[0].outcome)
 
 

@@ -19,6 +19,8 @@ def fulfil(ctx: TaskContext, order: str, pieces: int = 1) -> str:
     ctx.step.run("charge", charge, order)  # expect: call-overload
     ctx.step.runs("charge", charge, pieces)  # expect: attr-defined
     count: int = ctx.step.run("charge", charge, pieces)  # expect: assignment
+    ctx.step.options(renamed_from=7)  # expect: arg-type
+    ctx.patched(7)  # expect: arg-type
     ctx.step.effect("ship", charge)  # expect: arg-type
     ctx.step.effect("ship", lambda info: 1, policy="park")  # expect: arg-type
     return ctx.step.run("charge", charge, count)
@@ -43,6 +45,10 @@ def without_context(order: str) -> str:
 def versions(ctx: TaskContext) -> None: ...
 
 
+@durable.task(name="shop.mismatch", on_mismatch="ignore")  # expect: call-overload, untyped-decorator
+def mismatch(ctx: TaskContext) -> None: ...
+
+
 def use(run_id: str) -> None:
     fulfil.delay(17)  # expect: arg-type
     fulfil.delay("A-17", piece=2)  # expect: call-arg
@@ -56,4 +62,5 @@ def use(run_id: str) -> None:
     print(durable.list()[0].states)  # expect: attr-defined
     print(durable.history(run_id).step)  # expect: attr-defined
     durable.signal(run_id, "approved", run=number)  # expect: call-arg
+    durable.fork(run_id, actor="ann")  # expect: call-arg
     durable.cancel(17)  # expect: arg-type

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umt_durable.engine.replay import MAX_KEY_BYTES, Journal, KeyMaker, StepKey, branches_of, item_key
+from umt_durable.engine.replay import (
+    MAX_KEY_BYTES,
+    Journal,
+    KeyMaker,
+    StepKey,
+    beside,
+    branches_of,
+    is_patch,
+    item_key,
+)
 from umt_durable.errors import DecodingError, DefinitionError, JournalCorruptError, NonDeterminismError
 from umt_durable.records import StepEntry
 from umt_durable.states import StepKind, StepState
@@ -165,6 +174,55 @@ def test_what_a_branch_did_that_has_been_asked_for_is_no_orphan() -> None:
     journal.lookup("fan[a]", StepKind.RUN, None)
 
     assert [left.key for left in journal.orphans()] == ["fan[b]/step"]
+
+
+@given(KEYS, st.binary(max_size=16) | st.none())
+def test_a_key_beside_another_is_written_like_no_other_and_reads_as_that_step(
+    key: StepKey, inputs: bytes | None
+) -> None:
+    stamped = beside(key.text, StepKind.RUN, inputs)
+
+    assert stamped != key.text
+    assert StepKey.parse(stamped) == key
+    assert beside(key.text, StepKind.RUN, inputs) == stamped
+    assert beside(key.text, StepKind.SLEEP, inputs) != stamped
+    assert branches_of(f"{beside(item_key(key.text, 'left'), StepKind.BRANCH, inputs)}/in")
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        (StepKey("ctx.patched", "tax").text, True),
+        ("fan[left]/ctx.patched[tax]", True),
+        ("ctx.patched", False),
+        ("charge[ctx.patched[tax\\]]", False),
+        ("charge[\\]/ctx.patched[tax\\]]", False),
+        ("fan[left]/charge", False),
+    ],
+)
+def test_the_answers_to_patches_are_known_by_their_keys(key: str, says: bool) -> None:
+    assert is_patch(key) is says
+
+
+def test_the_calls_that_were_renamed_are_counted_by_their_old_name() -> None:
+    keys = KeyMaker("fan[left]/")
+
+    assert [keys.former("bill", ["charge"]), keys.former("bill", ["charge", "pay"]), keys.former("bill", ["pay"])] == [
+        ["fan[left]/charge"],
+        ["fan[left]/charge#2", "fan[left]/pay"],
+        ["fan[left]/pay#2"],
+    ]
+    assert keys.former("bill", ["charge"], "A") == ["fan[left]/charge[A]"]
+    assert keys.former("bill", []) == []
+
+
+def test_a_step_that_another_one_took_the_place_of_is_an_orphan() -> None:
+    journal = Journal([entry("charge"), entry("ctx.patched[tax]", 2)])
+    journal.lookup("charge", StepKind.RUN, b"f" * 16)
+
+    journal.disown("charge")
+
+    assert [left.key for left in journal.orphans()] == ["charge"]
 
 
 def test_a_recorded_step_is_found_and_a_new_one_is_not() -> None:
