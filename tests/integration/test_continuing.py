@@ -20,6 +20,7 @@ from umt_durable import telemetry
 from umt_durable.database import Connection, Database
 from umt_durable.engine.answers import Answer, bring
 from umt_durable.engine.async_context import AsyncTaskContext
+from umt_durable.engine.client import Client
 from umt_durable.engine.context import TaskContext
 from umt_durable.engine.outcomes import Continued, Dropped, Finished, Outcome, Parked
 from umt_durable.engine.retry import RetryPolicy
@@ -431,6 +432,31 @@ def test_i24_a_lost_reply_of_the_commit_makes_one_generation(
     assert seen == [0, 1]
     engine.close()
     database.close()
+
+
+def test_i24_a_repeat_that_comes_when_the_run_is_two_generations_on_is_known_for_what_it_is(engine: Engine) -> None:
+    cursor(engine, last=3)
+    run_id, patient = engine.start("t", 0), engine.database.do
+    repeated: list[Outcome] = []
+
+    def twice(work: Callable[[Connection], Any], **options: Any) -> Any:
+        reply = patient(work, **options)
+        if not repeated and engine.client.get(run_id).generation == 1:
+            engine.database.do = patient  # type: ignore[method-assign]  # once
+            repeated.extend(deliver(engine, run_id) for _ in range(2))
+            return patient(work, **options)  # as after a lost reply
+        return reply
+
+    process = engine.process()
+    process.lease.ensure()
+    beside = Database(engine.settings)
+    engine.client = Client(beside, engine.settings)
+    engine.database.do = twice  # type: ignore[method-assign]
+
+    assert process.deliver(run_id, "t") == Continued(1)
+    assert repeated == [Continued(2), Continued(3)]
+    assert until_ended(engine, run_id)[0].value == "3 2 3"
+    beside.close()
 
 
 def test_i5_a_zombie_of_an_earlier_generation_is_fenced(engine: Engine, clock: Clock, conn: Connection) -> None:

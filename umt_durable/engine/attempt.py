@@ -280,8 +280,8 @@ class Attempt:
         _, reply = self._ask(work)
         if reply is not None and reply is not False:
             return reply
-        outcome = self.read(attempts.look)
-        if outcome in ended_as:
+        is_there, outcome = self.read(attempts.look)
+        if outcome in ended_as or not is_there:
             return None
         if outcome is None and self.write(runs.prove, cancel=bool):
             raise Canceled("cancelled")

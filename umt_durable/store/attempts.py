@@ -9,10 +9,13 @@ from umt_durable.states import AttemptOutcome
 from umt_durable.store.guard import Guard
 
 
-def look(guard: Guard) -> AttemptOutcome | None:
-    """Say how an attempt of ours ended: the answer to a lost reply of finish or suspend (I24)."""
+def look(guard: Guard) -> tuple[bool, AttemptOutcome | None]:
+    """Say whether an attempt of ours is still there, and how it ended: the answer to a lost reply of its end (I24).
+
+    One that is gone ended by its own word: a later generation of the run deletes those, and leaves what was lost.
+    """
     row = sql.maybe(guard.conn, "look_attempt", **guard.key)
-    return AttemptOutcome(row[0]) if row and row[0] else None
+    return row is not None, AttemptOutcome(row[0]) if row and row[0] else None
 
 
 def of_run(conn: Connection, run: int) -> list[AttemptRecord]:
