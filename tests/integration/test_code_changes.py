@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_engine_children import Offspring
 from tests.support.clock import Clock
-from tests.support.engine import Engine, dying_at, enter, take_over
+from tests.support.engine import Engine, RecordingReporter, dying_at, enter, take_over
 from umt_durable import telemetry
 from umt_durable.database import Database
 from umt_durable.engine.async_context import AsyncTaskContext
@@ -201,6 +202,30 @@ def test_e10_items_and_branches_of_a_renamed_step_are_found_with_what_they_did(e
     assert sorted(deployed.journal()) == [
         *("fan[left]", "fan[left]/charge", "fan[left]/nap", "fan[right]", "pick[a]", "pick[b]"),
     ]
+
+
+def test_e10_i17_a_renamed_step_that_awaits_a_child_awaits_the_same_one(engine: Engine) -> None:
+    renamed = [False]
+
+    @engine.task("double")
+    def double(ctx: TaskContext, number: int) -> int:
+        return 2 * number
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> Any:
+        steps = ctx.step.options(renamed_from="twice") if renamed[0] else ctx.step
+        return steps.call("doubled" if renamed[0] else "twice", "double", 4)
+
+    reporter = RecordingReporter(durable_tasks=Offspring(engine))
+    run_id = engine.start("t")
+    assert isinstance(engine.process().deliver(run_id, "t", reporter=reporter), Parked)
+    renamed[0] = True
+    [child] = engine.client.list(task="double")
+    engine.process().deliver(child.id, "double")
+    engine.route()
+
+    assert value(engine.process().deliver(run_id, "t", reporter=reporter)) == 8
+    assert len(engine.client.list(task="double")) == 1
 
 
 def two_from_one(ctx: TaskContext) -> None:

@@ -200,7 +200,11 @@ class OutboxRelay:
 def _register(durable: Durable, definition: TaskDefinition) -> None:
     """Make a Celery task of a definition."""
     declare = durable.task(
-        name=definition.name, version=definition.version, retry=definition.retry, raises=definition.raises
+        name=definition.name,
+        version=definition.version,
+        retry=definition.retry,
+        raises=definition.raises,
+        on_mismatch=definition.on_mismatch,
     )
     declare(definition.function)
 
