@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.integration.test_engine_children import Offspring
 from tests.support.clock import Clock
 from tests.support.engine import Engine, RecordingReporter, dying_at, enter, take_over
 from umt_durable import telemetry
-from umt_durable.database import Database
+from umt_durable.database import Connection, Database
 from umt_durable.engine.async_context import AsyncTaskContext
 from umt_durable.engine.context import TaskContext, current_context
 from umt_durable.engine.effects import OpInfo
@@ -322,6 +323,33 @@ def test_f1_a_run_that_was_past_the_place_keeps_the_old_way_and_one_that_was_not
     assert value(deployed.go_on(after)) == "new, new"
     assert entered == ["old", "new"]
     assert deployed.journal() == ["ctx.patched[tax]", "charge with tax", "nap"]
+
+
+def test_the_query_of_the_how_to_finds_the_runs_that_still_need_the_old_way(
+    engine: Engine, clock: Clock, conn: Connection, schema: str
+) -> None:
+    deployed = Deployed(engine, clock)
+
+    def before(ctx: TaskContext) -> None:
+        for name in ("one", "two"):
+            ctx.step.sleep(name, NAP)
+
+    def after(ctx: TaskContext) -> None:
+        ctx.patched("tax")
+        before(ctx)
+
+    deployed.start(before)
+    said_no = deployed.run_id
+    assert isinstance(deployed.go_on(after), Parked)
+    deployed.start(before)
+    not_asked = deployed.run_id
+    deployed.start(after)
+
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "change-code.md"
+    query = page.read_text(encoding="utf-8").split("```sql\n")[1].split("```")[0]
+    query = query.replace("umt_durable.", f'"{schema}".').replace("'shop.fulfil'", "'t'").replace("%", "%%")
+
+    assert {row[0] for row in conn.execute(query.encode(), {})} == {said_no, not_asked}
 
 
 def test_f1_a_run_that_stands_before_the_place_takes_the_new_way(engine: Engine, clock: Clock) -> None:
