@@ -7,6 +7,7 @@ from alembic import context
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
+from umt_durable import grants
 from umt_durable.migrate import VERSION_TABLE, ddl
 
 config = context.config
@@ -49,6 +50,9 @@ def run_online() -> None:
             transaction_per_migration=False,
         )
         context.run_migrations(schema=schema)
+        driver = connection.connection.driver_connection
+        assert isinstance(driver, psycopg.Connection)
+        grants.renew(driver, schema)
 
 
 if context.is_offline_mode():

@@ -24,6 +24,7 @@ from umt_durable.errors import (
     ConfigurationError,
     DatabaseBusyError,
     DatabaseUnavailableError,
+    PrivilegeError,
     SchemaError,
 )
 from umt_durable.redaction import redact_text
@@ -178,6 +179,7 @@ class Database:
 
         Units: `seconds` bounds how long an unreachable server is tried.
         Errors: DatabaseUnavailableError when the time is over; the outcome of the last try is then unknown.
+        PrivilegeError for a right that this user lacks.
         DatabaseBusyError instead when the last try was stopped by a lock or by its time limit: it had no effect. What
         the server refuses for good (`is_refusal`, and all that is no OperationalError) is raised at once as it is.
         """
@@ -189,6 +191,11 @@ class Database:
             except _NOT_MIGRATED as error:
                 raise SchemaError(
                     f"schema {self.schema!r} is missing or not at this code's revision: run `{MIGRATE}` ({FOR_APPS})"
+                ) from error
+            except pg.InsufficientPrivilege as error:
+                raise PrivilegeError(
+                    f"this database user may not do that: {redact_text(str(error)).splitlines()[0]}"
+                    " (`umt-durable grants` gives each kind of process what it needs)"
                 ) from error
             except TRANSIENT as error:
                 if is_refusal(error):

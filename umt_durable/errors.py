@@ -3,7 +3,8 @@
     DurableError
     ├── ConfigurationError            a setting is wrong or missing
     │   ├── EmbeddedError             the embedded pair cannot be started
-    │   └── SchemaError               the schema is missing, behind or ahead of this code
+    │   ├── SchemaError               the schema is missing, behind or ahead of this code
+    │   └── PrivilegeError            the database user lacks a right that this needs
     ├── DefinitionError               a task, step or policy is declared wrongly
     │   ├── DuplicateTaskError
     │   ├── DuplicateOutboxRouteError
@@ -69,6 +70,10 @@ FOR_APPS = "with -A your.app where the app's own configuration names the databas
 
 class SchemaError(ConfigurationError):
     """The database schema is not at the revision this code needs; the text names the command to run."""
+
+
+class PrivilegeError(ConfigurationError):
+    """The database user lacks a right: `umt-durable grants` gives each kind of process what it needs."""
 
 
 class DefinitionError(DurableError):

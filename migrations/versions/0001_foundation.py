@@ -6,6 +6,8 @@ Revises:
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from alembic import op
 
 from umt_durable.migrate import ddl
@@ -16,21 +18,22 @@ down_revision = None
 CLOCK = """
 -- The one clock (I25). Schemas made by umt_durable.testing replace it by a movable one.
 CREATE FUNCTION {schema}.now() RETURNS timestamptz LANGUAGE sql VOLATILE PARALLEL SAFE
-    AS 'SELECT clock_timestamp()';
+    RETURN clock_timestamp();
 
 CREATE FUNCTION {schema}.event_id(run bigint, gen bigint, type text, ordinal int) RETURNS uuid
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
-    AS $$ SELECT encode(substr(sha256(convert_to(
-              run || '/' || gen || '/' || type || '/' || ordinal, 'UTF8')), 1, 16), 'hex')::uuid $$;
+    RETURN encode(substr(sha256(convert_to(
+               run || '/' || gen || '/' || type || '/' || ordinal, 'UTF8')), 1, 16), 'hex')::uuid;
 
 -- The id of a fact that was said to one run, in another that takes up what the first had done.
 CREATE FUNCTION {schema}.copied_fact(run bigint, fact uuid) RETURNS uuid
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
-    AS $$ SELECT encode(substr(sha256(convert_to(run || '/' || fact, 'UTF8')), 1, 16), 'hex')::uuid $$;
+    RETURN encode(substr(sha256(convert_to(run || '/' || fact, 'UTF8')), 1, 16), 'hex')::uuid;
 
 -- Which transactions a new run has seen the end of. Its own is never among them: a snapshot of Postgres has its own
 -- transaction as over as soon as a later one has ended.
-CREATE FUNCTION {schema}.snapshot() RETURNS pg_snapshot LANGUAGE plpgsql VOLATILE PARALLEL UNSAFE AS $$
+CREATE FUNCTION {schema}.snapshot() RETURNS pg_snapshot LANGUAGE plpgsql VOLATILE PARALLEL UNSAFE
+    SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     seen pg_snapshot := pg_current_snapshot();
     own  xid8 := pg_current_xact_id();
@@ -46,7 +49,7 @@ END $$;
 -- Whether a fact's transaction ended after a run had been made: by the order of commits, whatever the clocks do (I8,
 -- I25). A number that this server has not reached is of another one, whose rows were restored here: it says nothing.
 CREATE FUNCTION {schema}.ended_after(xid xid8, seen pg_snapshot) RETURNS boolean LANGUAGE sql STABLE PARALLEL SAFE
-    AS $$ SELECT NOT pg_visible_in_snapshot(xid, seen) AND xid < pg_snapshot_xmax(pg_current_snapshot()) $$;
+    RETURN NOT pg_visible_in_snapshot(xid, seen) AND xid < pg_snapshot_xmax(pg_current_snapshot());
 """
 
 RUN = """
@@ -131,6 +134,7 @@ CREATE TABLE {schema}.worker (
     lease_until   timestamptz NOT NULL,
     started_at    timestamptz NOT NULL DEFAULT {schema}.now(),
     versions      text[] NOT NULL DEFAULT '{}',
+    queues        jsonb NOT NULL DEFAULT '{}',
     reserved      jsonb NOT NULL DEFAULT '{}',
     counters      jsonb NOT NULL DEFAULT '{}',
     last_claim_at timestamptz,
@@ -268,11 +272,13 @@ CREATE TABLE {schema}.idempotency_key (
     task       text NOT NULL,
     key        text NOT NULL,
     input_hash bytea,
+    given_hash bytea,
     run        text NOT NULL,
     expires_at timestamptz,
     created_at timestamptz NOT NULL DEFAULT {schema}.now(),
     CONSTRAINT idempotency_key_pkey PRIMARY KEY (task, key)
 );
+CREATE INDEX idempotency_key_open ON {schema}.idempotency_key (run) WHERE input_hash IS NULL AND task <> '';
 
 CREATE TABLE {schema}.broker_marker (
     broker      text CONSTRAINT broker_marker_pkey PRIMARY KEY,
@@ -302,34 +308,44 @@ CREATE INDEX audit_run ON {schema}.audit (run, at) WHERE run IS NOT NULL;
 """
 
 # What callers run inside their own transactions: INSERT only, so that a transaction left open blocks no run (I23).
+# Those that are SECURITY DEFINER are the whole of what an application's role may do: it has no rights on the tables.
+# All have their search_path pinned: a caller's own would decide which operators they use.
 FUNCTIONS = """
+-- The queue that a live worker declares for a task, for runs that were started without one; null where none does.
+CREATE FUNCTION {schema}.queue_of(task text) RETURNS text LANGUAGE sql STABLE PARALLEL SAFE
+    RETURN (SELECT w.queues ->> task FROM {schema}.worker AS w
+             WHERE w.lease_until > {schema}.now() AND w.queues ? task ORDER BY w.started_at DESC, w.id LIMIT 1);
+
 CREATE FUNCTION {schema}.enqueue_run(
     p_id text, p_nesting int, p_task text, p_version int, p_queue text, p_priority int, p_args bytea, p_codec int,
     p_digest bytea, p_envelope bytea, p_wake_at timestamptz, p_delay interval, p_expires_at timestamptz,
     p_expires_in interval, p_ref text,
     p_attributes jsonb, p_deliver interval, p_key text, p_key_hash bytea, p_key_ttl interval,
+    p_key_given bytea DEFAULT NULL,
     OUT run text, OUT no bigint, OUT outcome text)
-    LANGUAGE plpgsql AS $$
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
-    at   timestamptz := {schema}.now();
-    due  timestamptz := coalesce(p_wake_at, at + p_delay);
-    hash bytea;
+    at    timestamptz := {schema}.now();
+    due   timestamptz := coalesce(p_wake_at, at + p_delay);
+    hash  bytea;
+    given bytea;
 BEGIN
     run := p_id;
     IF p_key IS NOT NULL THEN
-        INSERT INTO {schema}.idempotency_key AS k (task, key, input_hash, run, expires_at)
-            VALUES (p_task, p_key, p_key_hash, p_id, at + p_key_ttl)
+        INSERT INTO {schema}.idempotency_key AS k (task, key, input_hash, given_hash, run, expires_at)
+            VALUES (p_task, p_key, p_key_hash, p_key_given, p_id, at + p_key_ttl)
         ON CONFLICT ON CONSTRAINT idempotency_key_pkey DO NOTHING;
         IF NOT FOUND THEN
             -- A key past its time is taken over; only then is a row locked.
             UPDATE {schema}.idempotency_key AS k
-               SET input_hash = p_key_hash, run = p_id, expires_at = at + p_key_ttl
+               SET input_hash = p_key_hash, given_hash = p_key_given, run = p_id, expires_at = at + p_key_ttl
              WHERE k.task = p_task AND k.key = p_key AND k.expires_at <= at;
         END IF;
         IF NOT FOUND THEN
-            SELECT k.run, k.input_hash INTO run, hash
+            SELECT k.run, k.input_hash, k.given_hash INTO run, hash, given
               FROM {schema}.idempotency_key k WHERE k.task = p_task AND k.key = p_key;
-            outcome := CASE WHEN hash <> p_key_hash THEN 'conflict' ELSE 'existing' END;
+            -- What is null on one side is not compared: SQL does not know how a task reads its arguments.
+            outcome := CASE WHEN hash <> p_key_hash OR given <> p_key_given THEN 'conflict' ELSE 'existing' END;
             RETURN;
         END IF;
     END IF;
@@ -355,7 +371,7 @@ END $$;
 
 -- The id of the fact: of the earlier one where its dedupe was used at this address before.
 CREATE FUNCTION {schema}.say(p_address text, p_name text, p_payload bytea, p_actor text, p_dedupe text, p_fact uuid)
-    RETURNS uuid LANGUAGE plpgsql AS $$
+    RETURNS uuid LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     INSERT INTO {schema}.fact (id, address, name, payload, actor, dedupe)
         VALUES (p_fact, p_address, p_name, p_payload, p_actor, p_dedupe)
@@ -368,8 +384,8 @@ BEGIN
 END $$;
 
 -- Null when there is no such run; 0 rows are raised as an error by the caller, which keeps his transaction usable.
-CREATE FUNCTION {schema}.signal_run(p_run text, p_name text, p_payload bytea, p_actor text, p_dedupe text, p_fact uuid)
-    RETURNS uuid LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.ask_run(p_run text, p_name text, p_payload bytea, p_actor text, p_dedupe text, p_fact uuid)
+    RETURNS uuid LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     PERFORM FROM {schema}.run WHERE id = p_run LIMIT 1;
     IF NOT FOUND THEN
@@ -378,16 +394,32 @@ BEGIN
     RETURN {schema}.say(jsonb_build_array('run', p_run, p_name)::text, p_name, p_payload, p_actor, p_dedupe, p_fact);
 END $$;
 
+-- The same for whoever may only signal and cancel: what other reserved names ask is for operators (D7).
+CREATE FUNCTION {schema}.signal_run(p_run text, p_name text, p_payload bytea, p_actor text, p_dedupe text, p_fact uuid)
+    RETURNS uuid LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF starts_with(p_name, 'umt.') AND p_name <> 'umt.cancel' THEN
+        RAISE EXCEPTION 'names under umt. are reserved: %', quote_literal(p_name)
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    RETURN {schema}.ask_run(p_run, p_name, p_payload, p_actor, p_dedupe, p_fact);
+END $$;
+
 CREATE FUNCTION {schema}.emit_fact(p_name text, p_key text, p_payload bytea, p_actor text, p_dedupe text, p_fact uuid)
-    RETURNS uuid LANGUAGE sql AS $$
-    SELECT {schema}.say(jsonb_build_array('key', p_name, p_key)::text, p_name, p_payload, p_actor, p_dedupe, p_fact)
-$$;
+    RETURNS uuid LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF starts_with(p_name, 'umt.') THEN
+        RAISE EXCEPTION 'names under umt. are reserved: %', quote_literal(p_name)
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    RETURN {schema}.say(jsonb_build_array('key', p_name, p_key)::text, p_name, p_payload, p_actor, p_dedupe, p_fact);
+END $$;
 
 -- A user's event. One of a type and key: its id is derived from them, so that the primary key decides. Without a key it
 -- is the event of its id. `existing` gives the earlier event, `conflict` too, but that one has another payload.
 CREATE FUNCTION {schema}.emit_event(p_type text, p_payload bytea, p_key text, p_event uuid, p_trace jsonb,
     OUT event uuid, OUT outcome text)
-    LANGUAGE plpgsql AS $$
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     known bytea;
 BEGIN
@@ -410,7 +442,7 @@ END $$;
 
 -- The same for SQL, triggers and other languages; a key that was used with another payload is an error.
 CREATE FUNCTION {schema}.emit_outbox(p_type text, p_payload jsonb, p_key text DEFAULT NULL) RETURNS uuid
-    LANGUAGE plpgsql AS $$
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     made record;
 BEGIN
@@ -424,7 +456,7 @@ END $$;
 
 -- A message of ordinary Celery tasks, published when it is due. False where this id is there already.
 CREATE FUNCTION {schema}.keep_message(p_id uuid, p_payload bytea, p_due timestamptz, p_delay interval, p_trace jsonb)
-    RETURNS boolean LANGUAGE plpgsql AS $$
+    RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     at timestamptz := {schema}.now();
 BEGIN
@@ -435,16 +467,18 @@ BEGIN
 END $$;
 """
 
-VIEWS = """
--- What a user's own pages may join: no payloads, no tokens.
-CREATE VIEW {schema}.run_view AS
-    SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at,
-           cancel_at, ref, attributes, created_at, finished_at
-      FROM {schema}.run;
+# The functions and views that are documented for others: psql, triggers, other languages, pages.
+API = Path(__file__).parent.parent / "sql" / "0001_api.sql"
+
+PRIVILEGES = """
+-- Postgres lets everybody call a new function; here each role is given what it may (`umt-durable grants`).
+REVOKE ALL ON ALL FUNCTIONS IN SCHEMA {schema} FROM PUBLIC;
 """
 
 
 def upgrade(schema: str) -> None:
     """Create everything of the first revision."""
-    for part in (CLOCK, RUN, JOURNAL, LEDGER, OUTBOX, AUDIT, FUNCTIONS, VIEWS):
+    # What the texts below mean is decided by our schema and Postgres's own, not by whatever the migrator can see.
+    op.execute("SET LOCAL search_path = pg_catalog")
+    for part in (CLOCK, RUN, JOURNAL, LEDGER, OUTBOX, AUDIT, FUNCTIONS, API.read_text("utf-8"), PRIVILEGES):
         op.execute(ddl(part, schema))

@@ -148,7 +148,7 @@ class Engine:
             args=encoded.data,
             digest=encoded.digest,
             key=key,
-            key_hash=None if key is None else codec.input_hash(encoded.data),
+            key_hash=None if key is None else definition.schema.input_hash(encoded.data),
             key_ttl_seconds=ttl,
             attach=attach,
         )

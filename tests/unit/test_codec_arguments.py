@@ -129,14 +129,28 @@ def test_an_input_hash_does_not_depend_on_the_order_of_keys() -> None:
     other = codec.encode_arguments((), {"b": {"d": 2, "c": 1}, "a": 1}).data
 
     assert one != other
-    assert codec.input_hash(one) == codec.input_hash(other)
-    assert len(codec.input_hash(one)) == 32
+    assert LOOSE.input_hash(one) == LOOSE.input_hash(other)
+    assert len(LOOSE.input_hash(one)) == 32
+
+
+def test_g4_an_input_hash_does_not_depend_on_whether_an_argument_is_given_by_name_or_by_place() -> None:
+    def hashed(*args: object, **kwargs: object) -> bytes:
+        return SCHEMA.input_hash(codec.encode_arguments(args, kwargs).data)
+
+    assert hashed(ORDER, 2) == hashed(ORDER, count=2)
+    assert hashed(ORDER, 2, note="x") == hashed(ORDER, note="x", count=2)
+    different = [
+        *(hashed(), hashed(ORDER), hashed(2), hashed(order=ORDER), hashed(ORDER, 2), hashed(2, ORDER)),
+        *(hashed(ORDER, 2, "2026-01-01"), hashed(ORDER, 2, rest="2026-01-01"), hashed(ORDER, "2026-01-01", 2)),
+    ]
+    assert len(set(different)) == len(different)
 
 
 def place(ctx: object, order: Order, /, count: int, *rest: date, note: str | None = None, **other: UUID) -> None: ...
 
 
 SCHEMA = InputSchema(place, task="shop.place", skip_context=True)
+LOOSE = InputSchema(lambda **other: None, task="shop.loose")
 ORDER = {"id": str(UUID(int=1)), "at": "2026-01-01T10:00:00Z"}
 
 

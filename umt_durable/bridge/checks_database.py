@@ -19,7 +19,9 @@ SKEW_SECONDS: Final = 5.0
 OPEN_SECONDS: Final = 600.0
 FULL: Final = 0.8
 
-RIGHTS_FIX: Final = "GRANT USAGE ON SCHEMA, and SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN it, to this user"
+RIGHTS_FIX: Final = (
+    "as the owner of the schema run `umt-durable grants --worker NAME`, and make this user a member of it"
+)
 POOLER_FIX: Final = "set durable_pooler = True (DURABLE_POOLER=1), or connect to Postgres itself"
 
 
@@ -144,13 +146,11 @@ def timeouts(found: Timeouts, settings: Settings) -> Findings:
 
 
 def rights(missing: list[str]) -> Findings:
-    """Look whether this user may read and write the tables."""
+    """Look whether this user may do what a worker does."""
     if missing:
-        yield fail(
-            "rights",
-            f"this user may not read and write {many(missing)}",
-            RIGHTS_FIX,
-        )
+        yield fail("rights", f"this user lacks rights that a worker needs: {many(missing)}", RIGHTS_FIX)
+    else:
+        yield ok("rights", "this user may do what a worker does")
 
 
 def transactions(oldest: OpenTransaction | None) -> Findings:

@@ -15,6 +15,7 @@ from umt_durable.errors import DatabaseUnavailableError, DurableError
 
 COMMANDS: Final = {
     "migrate": "cli_schema",
+    "grants": "cli_schema",
     "status": "cli_runs",
     "runs": "cli_runs",
     "show": "cli_runs",

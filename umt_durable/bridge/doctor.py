@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import click
 import psycopg
 
+from umt_durable import grants
 from umt_durable.bridge import checks_broker, checks_database, checks_runs, checks_settings, checks_tasks
 from umt_durable.bridge.chords import patience
 from umt_durable.bridge.console import Section, emit, json_option, one_line
@@ -56,7 +57,10 @@ def examine(project: Project) -> Iterator[Finding]:
             yield from _of_server(durable, conn, where)
             revision = next(checks_database.revision(database, settings))
             yield revision
+            lacks = _lacking(conn) if revision.level is Level.OK else []
             if revision.level is Level.OK:
+                yield from checks_database.rights(lacks)
+            if revision.level is Level.OK and not lacks:
                 longest = diagnosis.longest_parked(conn)
                 records = workers.recent(conn)
                 live = [checks_runs.name_of(one) for one in checks_runs.main_processes(records)]
@@ -74,6 +78,10 @@ def examine(project: Project) -> Iterator[Finding]:
         yield from checks_broker.priorities(durable.app, used)
     yield from checks_settings.celery_settings(durable.app.conf, settings, longest_parked=longest)
     yield from checks_tasks.acks(durable.app)
+
+
+def _lacking(conn: Connection) -> list[str]:
+    return diagnosis.missing_rights(conn, *grants.needed(grants.Role.WORKER))
 
 
 def _of_project(project: Project) -> Findings:
@@ -97,7 +105,6 @@ def _of_server(durable: Durable, conn: Connection, where: str) -> Findings:
 
 
 def _of_schema(durable: Durable, conn: Connection, records: Sequence[WorkerRecord]) -> Findings:
-    yield from checks_database.rights(diagnosis.missing_rights(conn))
     yield from checks_database.schema_clock(diagnosis.clock_offset(conn))
     live = checks_runs.main_processes(records)
     blocked = diagnosis.blocked(conn)

@@ -458,9 +458,20 @@ class Durable(AsyncVerbs):
         """Make a lease for this process that declares what it can execute, and return it."""
         self.app.finalize(auto=True)  # tasks are declared once Celery has evaluated them
         versions = [*self.tasks.declared(), *(self.declared_routes() if self.settings.worker_services else ())]
-        lease = Lease(self.database, self.settings, node=self.node, versions=versions, reserved=reserved_hints)
+        lease = Lease(
+            self.database,
+            self.settings,
+            node=self.node,
+            versions=versions,
+            queues=self.declared_queues(),
+            reserved=reserved_hints,
+        )
         self._leases = {os.getpid(): lease}
         return lease
+
+    def declared_queues(self) -> dict[str, str]:
+        """Return the queue of each durable task here, for relays elsewhere that publish runs started without one."""
+        return {task.name: self.queue_of(task.name) for task in self.tasks}
 
     def declared_routes(self) -> Sequence[str]:
         """Return what a process with a relay declares of its routes, so that others leave those events to it."""

@@ -27,7 +27,6 @@ from umt_durable.bridge import sending
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.message import TaskMessage, parse_publish
 from umt_durable.bridge.publishing import Publishing, is_watched
-from umt_durable.codec import input_hash
 from umt_durable.engine.context import current_context, has_context
 from umt_durable.engine.passing import LONGEST
 from umt_durable.errors import DefinitionError
@@ -255,7 +254,7 @@ def new_run(durable: Durable, message: TaskMessage, mine: Enqueuing) -> NewRun:
         ref=mine.ref,
         attributes=None if mine.attributes is None else _object(mine.attributes),
         key=mine.idempotency_key,
-        key_hash=None if mine.idempotency_key is None else input_hash(encoded.data),
+        key_hash=None if mine.idempotency_key is None else definition.schema.input_hash(encoded.data),
         key_ttl_seconds=mine.idempotency_ttl,
         attach=mine.idempotency_policy != "reject",
     )

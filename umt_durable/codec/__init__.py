@@ -3,7 +3,7 @@
 No pickle, and nothing imported by a name that was stored.
 """
 
-from umt_durable.codec.arguments import decode_arguments, encode_arguments, fingerprint, input_hash
+from umt_durable.codec.arguments import decode_arguments, encode_arguments, fingerprint
 from umt_durable.codec.refusal import MAX_BYTES, MAX_DEPTH, MAX_DIGITS
 from umt_durable.codec.schema import InputSchema, return_annotation
 from umt_durable.codec.value import EMPTY, Codec, Encoded, decode, encode, round_trip
@@ -21,7 +21,6 @@ __all__ = [
     "encode",
     "encode_arguments",
     "fingerprint",
-    "input_hash",
     "return_annotation",
     "round_trip",
 ]

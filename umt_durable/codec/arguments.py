@@ -86,9 +86,9 @@ def fingerprint(args: Sequence[object], kwargs: Mapping[str, object], *, where: 
     return _hash(_canonical(args, kwargs, where))[:FINGERPRINT_BYTES]
 
 
-def input_hash(data: bytes) -> bytes:
-    """Give the SHA-256 of stored arguments with all keys sorted, to compare what two callers sent."""
-    return _hash(plain.dumps_sorted(plain.loads(data)))
+def hash_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
+    """Give the SHA-256 of arguments in their stored form, with all keys sorted."""
+    return _hash(plain.dumps_sorted({"args": args, "kwargs": kwargs}))
 
 
 def split(data: bytes, codec: int) -> tuple[list[object], dict[str, object]]:

@@ -11,7 +11,7 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from umt_durable.codec import typed
-from umt_durable.codec.arguments import encode_each, parse_member, split
+from umt_durable.codec.arguments import encode_each, hash_arguments, parse_member, split
 from umt_durable.codec.value import EMPTY, Codec, Encoded, adapter_or_none
 from umt_durable.errors import DecodingError, DefinitionError, InputError
 
@@ -66,6 +66,18 @@ class InputSchema:
         """
         args, kwargs = split(data, codec)
         return self._convert(args, kwargs, parse_member)
+
+    def input_hash(self, data: bytes, codec: int = Codec.JSON) -> bytes:
+        """Give the SHA-256 of stored arguments, to compare what two callers sent: by name or by place, in any order.
+
+        Errors: DecodingError when the bytes hold no arguments.
+        """
+        args, kwargs = split(data, codec)
+        first = next(
+            (place for place, name in enumerate(self._positional) if name in self._named), len(self._positional)
+        )
+        by_place = dict(zip(self._positional[first:], args[first:], strict=False))
+        return hash_arguments([*args[:first], *args[first + len(by_place) :]], {**by_place, **kwargs})
 
     def by_name(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
         """Give bound arguments by the names of their parameters.

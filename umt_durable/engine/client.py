@@ -16,7 +16,7 @@ from umt_durable.engine.answers import PREFIX, Answer
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.ids import NAMESPACE
 from umt_durable.engine.ops import Ops
-from umt_durable.engine.waitables import MISSING, check_name
+from umt_durable.engine.waitables import MISSING, RESERVED, check_name
 from umt_durable.errors import (
     DefinitionError,
     IdempotencyConflictError,
@@ -71,6 +71,7 @@ class Access:
         self._database = database
         self._settings = settings
         self._notified = 0.0
+        self._may_apply: bool | None = None
         self.ops = Ops(database, settings)
         """The external effects of the runs, and what people say of them."""
 
@@ -431,11 +432,13 @@ class Client(Access):
             "dedupe": dedupe,
             "fact": uuid4(),
         }
+        # A role that may only signal and cancel has no right to what else is asked by reserved names.
+        is_open = name == Kind.CANCEL.fact or not name.startswith(RESERVED)
         point("signal.commit.b")
         if conn is None:
-            fact = self._do(lambda own: facts.signal(own, parameters))
+            fact = self._do(lambda own: (facts.signal if is_open else facts.ask)(own, parameters))
         else:
-            row = self._call(caller(conn), "signal_run", parameters)
+            row = self._call(caller(conn), "signal_run" if is_open else "ask_run", parameters)
             fact = None if row is None or row[0] is None else UUID(str(row[0]))
         point("signal.commit.a")
         if fact is None:
@@ -445,8 +448,14 @@ class Client(Access):
         return fact
 
     def _route(self, fact: UUID) -> None:
-        """Apply a fact of our own transaction at once; where someone else does it, or nothing can, a router will."""
-        router.route(self._database, self._settings, fact)
+        """Apply a fact of our own transaction at once; where someone else does it, or nothing can, a router will.
+
+        An application's database user may only say it: a router applies it, woken by the notification.
+        """
+        if self._may_apply is None:
+            self._may_apply = self._do(facts.may_apply)
+        if self._may_apply:
+            router.route(self._database, self._settings, fact)
         self._notify()
 
 

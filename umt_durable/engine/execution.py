@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import random
@@ -97,7 +98,9 @@ class Execution:
             self._reporter.started()
         try:
             args, kwargs = self._definition.schema.decode(self._grant.args, self._grant.codec)
-        except (DecodingError, InputError) as error:
+            if self._grant.digest is None:
+                self._pin_input(args, kwargs)
+        except (DecodingError, EncodingError, InputError) as error:
             if isinstance(error, InputError) and not self._definition.checks_calls:
                 return self._fail(TypeError(str(error)))  # as of the call itself, a class that any caller can rebuild
             return self._quarantine(Reason.BAD_INPUT, error)
@@ -113,6 +116,19 @@ class Execution:
         except Exit as how:
             return self._left(the_pass, how)
         return self._settle(the_pass, None, value)
+
+    def _pin_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Settle what a run that SQL started with a key was given, as its task reads it: starts are compared to that.
+
+        Errors: EncodingError for what no start from Python could have given.
+        """
+        schema = self._definition.schema
+        if self._definition.checks_calls:
+            encoded = schema.encode(args, kwargs)
+        else:
+            encoded = codec.encode_arguments(args, kwargs, where=f"the arguments of {self._definition.name}")
+        digest, hash = hashlib.sha256(self._grant.args).digest(), schema.input_hash(encoded.data)
+        self._attempt.read(lambda guard: runs.pin_input(guard, digest=digest, hash=hash))
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pass:
         """Read the journal and make the pass. Only after the claim: before it, a zombie's last commit can be missed."""

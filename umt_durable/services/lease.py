@@ -84,17 +84,20 @@ class Lease:
         *,
         node: UUID,
         versions: Sequence[str] = (),
+        queues: Mapping[str, str] | None = None,
         reserved: Callable[[], Mapping[str, int]] | None = None,
         idle_seconds: float = IDLE_SECONDS,
     ) -> None:
         """Prepare the lease of this process.
 
         Shape: `versions` are what a main process declares (`task`, `task@version`); a process that declares none lets
-        its lease go after `idle_seconds` without work. `reserved` gives the hints in hand by queue.
+        its lease go after `idle_seconds` without work. `queues` are those of the declared tasks, by
+        name, for runs that were started without one. `reserved` gives the hints in hand by queue.
         """
         self.database = database
         self.seconds = settings.lease_seconds
         self.versions = tuple(versions)
+        self.queues = dict(queues or {})
         self.reserved = reserved
         self._node = node
         self._idle_seconds = idle_seconds
@@ -286,6 +289,7 @@ class Lease:
             host=socket.gethostname(),
             lease_seconds=self.seconds,
             versions=self.versions,
+            queues=self.queues,
             boottime=sent,
         )
         term = Term(id, sent, self._relied_until(sent), self.stored, runs.FIRST_READY if self.versions else None)

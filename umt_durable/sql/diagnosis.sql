@@ -10,9 +10,9 @@ SELECT args, codec FROM {schema}.run WHERE no = %(run)s
 -- `own`.
 -- Locks: none. Index: run_ready.
 WITH live AS MATERIALIZED (
-    SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now())
+    SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker_view WHERE lease_until > {schema}.now())
 SELECT task, version, count(*), min(id)
-  FROM {schema}.run
+  FROM {schema}.run_view
  WHERE state = 'ready' AND paused_at IS NULL
    AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) NOT IN (SELECT version FROM live)
    AND (%(own)s::text IS NULL OR NOT starts_with(task, %(own)s))
@@ -23,7 +23,7 @@ SELECT task, version, count(*), min(id)
 -- tasks whose names begin with `own`.
 -- Locks: none. Index: none (a scan; for people).
 SELECT task, version, CASE WHEN paused_at IS NULL THEN state ELSE 'paused' END AS stands, count(*)
-  FROM {schema}.run
+  FROM {schema}.run_view
  WHERE finished_at IS NULL AND (%(task)s::text IS NULL OR task = %(task)s)
    AND (%(own)s::text IS NULL OR NOT starts_with(task, %(own)s))
  GROUP BY task, version, stands ORDER BY task, version, stands
@@ -43,14 +43,14 @@ SELECT no, id FROM {schema}.run
 -- name: quarantined_runs :many
 -- Count the runs that wait for a person, by task and reason.
 -- Locks: none. Index: none (a scan; for people).
-SELECT task, reason, count(*), min(id) FROM {schema}.run WHERE state = 'quarantined' GROUP BY task, reason ORDER BY count(*) DESC, task
+SELECT task, reason, count(*), min(id) FROM {schema}.run_view WHERE state = 'quarantined' GROUP BY task, reason ORDER BY count(*) DESC, task
 
 -- name: dead_events :many
 -- Count the outbox rows that were given up, by type and reason; in one those of which nobody knows whether they left: the
 -- reason of each is about its own run.
 -- Locks: none. Index: outbox_event_dead.
 SELECT type, CASE WHEN doubtful THEN '' ELSE coalesce(reason, '') END, count(*), doubtful
-  FROM (SELECT type, reason, once AND leaving_at IS NOT NULL AS doubtful FROM {schema}.outbox_event WHERE status = 'dead') AS dead
+  FROM (SELECT type, reason, once AND leaving_at IS NOT NULL AS doubtful FROM {schema}.outbox_view WHERE status = 'dead') AS dead
  GROUP BY 1, 2, 4 ORDER BY 3 DESC
 
 -- name: longest_parked :one
@@ -101,13 +101,18 @@ SELECT extract(epoch FROM current_setting('statement_timeout')::interval)::float
        extract(epoch FROM current_setting('idle_in_transaction_session_timeout')::interval)::float8 * 1000
 
 -- name: missing_rights :many
--- List the tables of the schema that this user may not read and write.
+-- List which of the given rights on tables, and of those to call all functions, this user lacks. Rights on columns alone
+-- do not count.
 -- Locks: none. Index: none.
-SELECT c.relname::text
-  FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
- WHERE n.nspname = %(name)s AND c.relkind = 'r' AND c.relname <> 'umt_version'
-   AND NOT (has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'INSERT')
-            AND has_table_privilege(c.oid, 'UPDATE') AND has_table_privilege(c.oid, 'DELETE'))
+WITH s AS MATERIALIZED (
+    SELECT oid, has_schema_privilege(oid, 'USAGE') AS usable FROM pg_namespace WHERE nspname = %(name)s)
+SELECT needed.name || ' (' || string_agg(needed.right, ', ' ORDER BY needed.place) || ')'
+  FROM unnest(%(tables)s::text[], %(rights)s::text[]) WITH ORDINALITY AS needed (name, "right", place), s, pg_class AS c
+ WHERE c.relnamespace = s.oid AND c.relname = needed.name AND NOT (s.usable AND has_table_privilege(c.oid, needed.right))
+ GROUP BY needed.name
+UNION ALL
+SELECT DISTINCT p.proname || ' (EXECUTE)'
+  FROM pg_proc AS p JOIN s ON p.pronamespace = s.oid WHERE NOT (s.usable AND has_function_privilege(p.oid, 'EXECUTE'))
  ORDER BY 1
 
 -- name: oldest_transaction :maybe

@@ -6,6 +6,18 @@
 -- Locks: none. Index: run_id_nesting, fact_pkey, fact_dedupe.
 SELECT {schema}.signal_run(%(run)s::text, %(name)s::text, %(payload)s::bytea, %(actor)s::text, %(dedupe)s::text, %(fact)s::uuid)
 
+-- name: ask_run :maybe
+-- Say a fact of a reserved name to one run: what operators and the engine ask of it. Otherwise as signal_run.
+-- Locks: none. Index: run_id_nesting, fact_pkey, fact_dedupe.
+SELECT {schema}.ask_run(%(run)s::text, %(name)s::text, %(payload)s::bytea, %(actor)s::text, %(dedupe)s::text, %(fact)s::uuid)
+
+-- name: may_apply :one
+-- Say whether this user may apply what a fact says; an application's may only say it.
+-- Locks: none. Index: none.
+SELECT has_table_privilege(c.oid, 'UPDATE')
+  FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+ WHERE n.nspname = %(name)s AND c.relname = 'run'
+
 -- name: emit_fact :one
 -- Say a fact under a name and key, for whoever waits for it. Repeating it with the same id or dedupe changes nothing and
 -- gives the id of the first.

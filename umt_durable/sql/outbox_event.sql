@@ -18,7 +18,8 @@ u AS (
       FROM c WHERE o.id = c.id
     RETURNING o.id, o.type, o.run, o.ordinal, o.payload, o.priority, o.attempts, o.idempotency_key,
               o.created_at, o.trace, o.step, o.once, o.once AND o.leaving_at IS NOT NULL AS doubtful)
-SELECT u.id, u.type, u.run, u.ordinal, u.payload, u.attempts, r.id, r.nesting, r.task, r.queue, r.priority, r.fence,
+SELECT u.id, u.type, u.run, u.ordinal, u.payload, u.attempts, r.id, r.nesting, r.task,
+       CASE WHEN r.queue IS NULL AND u.type = 'run' THEN {schema}.queue_of(r.task) ELSE r.queue END, r.priority, r.fence,
        r.state, r.paused_at IS NOT NULL, r.envelope,
        (CASE WHEN u.run IS NULL THEN '@outbox:' || u.type
              WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live),
@@ -231,6 +232,6 @@ DELETE FROM {schema}.outbox_event AS o USING c WHERE o.id = c.id
 -- Count pending and dead rows and say how long the oldest due row has waited, in seconds. Events that were dispatched
 -- may be many: they are not read.
 -- Locks: none. Index: outbox_event_due, outbox_event_dead.
-SELECT pending.rows, (SELECT count(*) FROM {schema}.outbox_event WHERE status = 'dead'), pending.seconds
+SELECT pending.rows, (SELECT count(*) FROM {schema}.outbox_view WHERE status = 'dead'), pending.seconds
   FROM (SELECT count(*) AS rows, coalesce(extract(epoch FROM {schema}.now() - min(next_attempt_at)), 0)::float8 AS seconds
-          FROM {schema}.outbox_event WHERE status = 'pending') AS pending
+          FROM {schema}.outbox_view WHERE status = 'pending') AS pending

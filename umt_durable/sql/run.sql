@@ -28,8 +28,8 @@ RETURNING no
 WITH c AS (
     UPDATE {schema}.run
        SET state = 'running', fence = fence + (state = 'ready')::int, claim = %(claim)s, worker = %(worker)s,
-           version = coalesce(version, %(version)s), wake_at = NULL, expires_at = NULL, redelivers = 0,
-           attempt_deadline = {schema}.now() + %(limit)s::interval
+           version = coalesce(version, %(version)s), queue = coalesce(queue, {schema}.queue_of(task)),
+           wake_at = NULL, expires_at = NULL, redelivers = 0, attempt_deadline = {schema}.now() + %(limit)s::interval
      WHERE id = %(id)s AND nesting = %(nesting)s AND task = %(task)s
        AND (version IS NULL OR version = ANY(%(versions)s))
        AND ((state = 'ready' AND paused_at IS NULL AND (wake_at IS NULL OR wake_at <= {schema}.now())
@@ -44,6 +44,23 @@ a AS (
     SELECT no, fence, %(claim)s, %(worker)s, {schema}.now() FROM c
     ON CONFLICT ON CONSTRAINT attempt_pkey DO NOTHING)
 SELECT no, fence, cancel, failures, crashes, version, priority, args, codec, digest, envelope, age, queue, generation, generation_age FROM c
+
+-- name: pin_input :maybe
+-- Record what a run that SQL started was given, now that it is validated: its digest, and of its idempotency key the hash
+-- that later starts are compared to. A key that somebody holds is being taken over after its time: it is left alone.
+-- Locks: run FOR UPDATE, then idempotency_key (SKIP LOCKED). Index: run_pkey, idempotency_key_open.
+WITH r AS MATERIALIZED (
+    SELECT no, id, task FROM {schema}.run
+     WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       FOR UPDATE),
+k AS MATERIALIZED (
+    SELECT k.task, k.key FROM {schema}.idempotency_key AS k, r
+     WHERE k.run = r.id AND k.task = r.task AND k.input_hash IS NULL AND k.task <> ''
+       FOR UPDATE OF k SKIP LOCKED),
+h AS (
+    UPDATE {schema}.idempotency_key AS i SET input_hash = %(hash)s FROM k WHERE i.task = k.task AND i.key = k.key)
+UPDATE {schema}.run SET digest = %(digest)s FROM r WHERE run.no = r.no
+RETURNING run.no
 
 -- name: prove_grant :maybe
 -- Say whether a cancel is pending, if the grant still holds. The row lock makes the answer a proof (I7).
@@ -570,7 +587,7 @@ SELECT no, id, nesting, state, fence, cancel_at IS NOT NULL, paused_at IS NOT NU
 -- name: runs_of_id :many
 -- List the runs of one id, the highest nesting first.
 -- Locks: none. Index: run_id_nesting.
-SELECT no, state FROM {schema}.run WHERE id = %(id)s ORDER BY nesting DESC
+SELECT no, state FROM {schema}.run_view WHERE id = %(id)s ORDER BY nesting DESC
 
 -- name: arguments_of_run :maybe
 -- Read what a run was called with.
@@ -667,7 +684,7 @@ RETURNING run
 -- Locks: none. Index: run_ready, outbox_event_due.
 WITH live AS MATERIALIZED (
     SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now())
-SELECT r.no, r.queue, r.task,
+SELECT r.no, coalesce(r.queue, {schema}.queue_of(r.task)), r.task,
        (CASE WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live),
        r.redelivers < 0
   FROM {schema}.run AS r
@@ -790,12 +807,13 @@ SELECT last.deliver_by, last.no, (SELECT count(*) FROM s), (SELECT count(*) FROM
 -- Locks: none. Index: run_ready, outbox_event_due.
 WITH live AS MATERIALIZED (
     SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now())
-SELECT r.queue, r.task, count(*)
-  FROM {schema}.run AS r
- WHERE r.state = 'ready' AND r.paused_at IS NULL
-   AND (CASE WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live)
-   AND NOT EXISTS (SELECT 1 FROM {schema}.outbox_event AS o WHERE o.run = r.no AND o.type = 'run' AND o.status = 'pending')
- GROUP BY r.queue, r.task
+SELECT coalesce(queue, {schema}.queue_of(task)), task, runs
+  FROM (SELECT r.queue, r.task, count(*) AS runs
+          FROM {schema}.run AS r
+         WHERE r.state = 'ready' AND r.paused_at IS NULL
+           AND (CASE WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live)
+           AND NOT EXISTS (SELECT 1 FROM {schema}.outbox_event AS o WHERE o.run = r.no AND o.type = 'run' AND o.status = 'pending')
+         GROUP BY r.queue, r.task) AS waiting
 
 -- name: asked_claims :many
 -- Of the claims a process holds, list those whose runs were asked to stop, by a cancel or else by a pause. No proof: it
@@ -808,18 +826,16 @@ SELECT claim, reason, CASE WHEN cancel_at IS NULL THEN 'pause' ELSE 'cancel' END
 -- Read one run by id, at its highest nesting.
 -- Locks: none. Index: run_id_nesting.
 SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
-       attributes, result, error, codec, created_at, finished_at,
-       (SELECT o.id FROM {schema}.run AS o WHERE o.no = run.retry_of), (SELECT o.id FROM {schema}.run AS o WHERE o.no = run.fork_of), generation, continued_at
-  FROM {schema}.run WHERE id = %(id)s ORDER BY nesting DESC LIMIT 1
+       attributes, result, error, codec, created_at, finished_at, retry_of, fork_of, generation, continued_at
+  FROM {schema}.lookup(%(id)s::text)
 
 -- name: list_runs :many
 -- Read a page of runs, the newest first, below a given number: in one of these states, or paused. Without the tasks of a
 -- package whose names begin so (`own`).
 -- Locks: none. Index: run_pkey.
 SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
-       attributes, NULL::bytea, NULL::bytea, codec, created_at, finished_at,
-       (SELECT o.id FROM {schema}.run AS o WHERE o.no = run.retry_of), (SELECT o.id FROM {schema}.run AS o WHERE o.no = run.fork_of), generation, continued_at
-  FROM {schema}.run
+       attributes, NULL::bytea, NULL::bytea, 1::smallint, created_at, finished_at, retry_of, fork_of, generation, continued_at
+  FROM {schema}.run_view
  WHERE (%(before)s::bigint IS NULL OR no < %(before)s)
    AND (%(task)s::text IS NULL OR task = %(task)s)
    AND (%(states)s::text[] IS NULL OR state = ANY(%(states)s) OR (%(paused)s AND paused_at IS NOT NULL AND finished_at IS NULL))
@@ -831,7 +847,7 @@ SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at
 -- Count runs by state, paused ones under their own name, without those of tasks whose names begin with `own`.
 -- Locks: none. Index: none (a scan; for people).
 SELECT CASE WHEN paused_at IS NOT NULL AND finished_at IS NULL THEN 'paused' ELSE state END, count(*)
-  FROM {schema}.run WHERE %(own)s::text IS NULL OR NOT starts_with(task, %(own)s) GROUP BY 1 ORDER BY 1
+  FROM {schema}.run_view WHERE %(own)s::text IS NULL OR NOT starts_with(task, %(own)s) GROUP BY 1 ORDER BY 1
 
 -- name: due_work :one
 -- Say in one look which duties have work: outbox rows, due runs, lost runs, unrouted facts, overdue hints, expired runs,

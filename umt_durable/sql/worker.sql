@@ -3,8 +3,8 @@
 -- name: register_worker :count
 -- Begin a lease under a fresh id. Repeating it changes nothing.
 -- Locks: none. Index: worker_pkey.
-INSERT INTO {schema}.worker (id, node, pid, host, lease_until, versions, boottime)
-VALUES (%(id)s, %(node)s, %(pid)s, %(host)s, {schema}.now() + %(lease)s::interval, %(versions)s, %(boottime)s)
+INSERT INTO {schema}.worker (id, node, pid, host, lease_until, versions, queues, boottime)
+VALUES (%(id)s, %(node)s, %(pid)s, %(host)s, {schema}.now() + %(lease)s::interval, %(versions)s, %(queues)s::text::jsonb, %(boottime)s)
 ON CONFLICT ON CONSTRAINT worker_pkey DO NOTHING
 
 -- name: renew_lease :count
@@ -43,7 +43,7 @@ SELECT extract(epoch FROM min(w.lease_until) - {schema}.now())::float8
 -- name: live_versions :many
 -- List what live workers declare: `task` and `task@version`.
 -- Locks: none. Index: none (a small table).
-SELECT DISTINCT unnest(versions) FROM {schema}.worker WHERE lease_until > {schema}.now()
+SELECT DISTINCT unnest(versions) FROM {schema}.worker_view WHERE lease_until > {schema}.now()
 
 -- name: reserved_hints :many
 -- Sum the hints that live processes hold in hand, by queue.
@@ -56,7 +56,7 @@ SELECT entry.key, sum(entry.value::int)
 -- Read the workers whose lease is live or ended less than an hour ago.
 -- Locks: none. Index: none (a small table).
 SELECT id, node, pid, host, lease_until > {schema}.now(), started_at, versions, counters
-  FROM {schema}.worker
+  FROM {schema}.worker_view
  WHERE lease_until > {schema}.now() OR started_at > {schema}.now() - interval '1 day'
  ORDER BY started_at DESC LIMIT %(limit)s
 
@@ -64,7 +64,7 @@ SELECT id, node, pid, host, lease_until > {schema}.now(), started_at, versions, 
 -- Sum the counters of all processes.
 -- Locks: none. Index: none (a small table).
 SELECT entry.key, sum(entry.value::bigint)::bigint
-  FROM {schema}.worker AS w, jsonb_each_text(w.counters) AS entry GROUP BY entry.key ORDER BY entry.key
+  FROM {schema}.worker_view AS w, jsonb_each_text(w.counters) AS entry GROUP BY entry.key ORDER BY entry.key
 
 -- name: forget_workers :count
 -- Delete workers whose lease ended more than a day ago and that hold nothing.

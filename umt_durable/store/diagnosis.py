@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -196,9 +196,13 @@ def timeouts(conn: Connection) -> Timeouts:
     return Timeouts(*sql.one(conn, "read_timeouts"))
 
 
-def missing_rights(conn: Connection) -> list[str]:
-    """List the tables of the schema that this user may not read and write."""
-    return [row[0] for row in sql.many(conn, "missing_rights", name=conn.schema)]
+def missing_rights(conn: Connection, tables: Sequence[str], rights: Sequence[str]) -> list[str]:
+    """List which rights this user lacks: of those given, each on the table at its place, and to call functions.
+
+    Shape: `name (RIGHT, RIGHT)`.
+    """
+    rows = sql.many(conn, "missing_rights", name=conn.schema, tables=list(tables), rights=list(rights))
+    return [row[0] for row in rows]
 
 
 def oldest_transaction(conn: Connection) -> OpenTransaction | None:

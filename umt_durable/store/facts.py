@@ -21,6 +21,17 @@ def signal(conn: Connection, parameters: dict[str, Any]) -> UUID | None:
     return None if row is None else row[0]
 
 
+def ask(conn: Connection, parameters: dict[str, Any]) -> UUID | None:
+    """Say a fact of a reserved name to one run; None when there is no such run. Shape: as `signal`."""
+    row = sql.maybe(conn, "ask_run", **parameters)
+    return None if row is None else row[0]
+
+
+def may_apply(conn: Connection) -> bool:
+    """Say whether this user may apply what a fact says, and not only say it."""
+    return bool(sql.one(conn, "may_apply", name=conn.schema)[0])
+
+
 def emit(conn: Connection, parameters: dict[str, Any]) -> UUID:
     """Say a fact under a name and key.
 

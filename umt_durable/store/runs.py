@@ -114,6 +114,11 @@ def claim(
     return Grant(Token(RunNo(no), fence, claim), *rest)
 
 
+def pin_input(guard: Guard, *, digest: bytes, hash: bytes) -> bool:
+    """Record what a run that SQL started was given, for later starts with its key; False when the grant has ended."""
+    return sql.maybe(guard.conn, "pin_input", digest=digest, hash=hash, **guard.key) is not None
+
+
 def prove(guard: Guard) -> bool | None:
     """Say whether a cancel is pending; None when the grant has ended."""
     row = sql.maybe(guard.conn, "prove_grant", **guard.key)

@@ -21,10 +21,12 @@ def register(
     host: str,
     lease_seconds: float,
     versions: Sequence[str],
+    queues: Mapping[str, str] | None = None,
     boottime: float | None = None,
 ) -> None:
     """Begin a lease under a fresh id.
 
+    Shape: `queues` are those of the declared tasks, for runs that were started without one.
     Units: `boottime` is the running time of the process's machine, in seconds (`clock.boottime`).
     """
     sql.count(
@@ -36,6 +38,7 @@ def register(
         host=host,
         lease=timedelta(seconds=lease_seconds),
         versions=list(versions),
+        queues=json.dumps(dict(queues or {})),
         boottime=boottime,
     )
 
