@@ -280,7 +280,7 @@ def test_a_user_without_rights_on_the_tables_fails_and_names_them(
         conn.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(role)))
 
     assert "attempt" in found["what"]
-    assert "GRANT" in found["fix"]
+    assert "grants --worker-role" in found["fix"]
 
 
 @pytest.mark.private_postgres_only

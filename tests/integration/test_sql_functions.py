@@ -1,4 +1,4 @@
-"""Starting, signalling and cancelling runs from SQL: the same as from Python, in whoever's transaction it is (B7, D12)."""
+"""Starting, signalling and cancelling runs from SQL: as from Python, in whoever's transaction it is (B7, D12)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def test_b7_sql_leaves_the_same_rows_as_python_but_for_what_it_leaves_open(engin
     def row(run_id: str) -> dict[str, Any]:
         columns = (
             "to_jsonb(r) - '{id,no,created_at,deliver_by,snapshot,args,digest}'::text[]"
-            " || jsonb_build_object('args', convert_from(args, 'UTF8')::jsonb, 'deliver', deliver_by - created_at < interval '31 s')"
+            " || jsonb_build_object('args', convert_from(args, 'UTF8')::jsonb,"
+            " 'deliver', deliver_by - created_at < interval '31 s')"
         )
         return dict(kit.table(conn, f"SELECT {columns} FROM {{}}.run AS r WHERE id = %s", run_id)[0][0])
 
@@ -230,7 +231,7 @@ REFUSED = {
     "task => 't', idempotency_policy => 'reject'": "there is none",
     "task => 't', idempotency_ttl => interval '1 s'": "there is none",
     "task => 't', idempotency_key => 'k', idempotency_ttl => interval '0'": "must be more than zero",
-    "task => 't', idempotency_key => 'k', idempotency_policy => 'ignore'": "must be one of attach, reject, not 'ignore'",
+    "task => 't', idempotency_key => 'k', idempotency_policy => 'ignore'": "one of attach, reject, not 'ignore'",
 }
 
 

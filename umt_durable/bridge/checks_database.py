@@ -20,7 +20,7 @@ OPEN_SECONDS: Final = 600.0
 FULL: Final = 0.8
 
 RIGHTS_FIX: Final = (
-    "as the owner of the schema run `umt-durable grants --worker NAME`, and make this user a member of it"
+    "as the owner of the schema run `umt-durable grants --worker-role NAME`, and make this user a member of it"
 )
 POOLER_FIX: Final = "set durable_pooler = True (DURABLE_POOLER=1), or connect to Postgres itself"
 

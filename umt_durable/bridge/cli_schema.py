@@ -48,18 +48,18 @@ def migrate(ctx: click.Context, as_sql: bool, schema: str | None, as_json: bool)
 
 
 @click.command()
-@click.option("--app", metavar="ROLE", help="Who starts, signals and cancels runs, from Python or SQL.")
-@click.option("--worker", metavar="ROLE", help="Workers, relay and maintenance, and who operates them.")
-@click.option("--ui", metavar="ROLE", help="Who looks at runs, without payloads.")
+@click.option("--app-role", metavar="ROLE", help="Who starts, signals and cancels runs, from Python or SQL.")
+@click.option("--worker-role", metavar="ROLE", help="Workers, relay and maintenance, and who operates them.")
+@click.option("--ui-role", metavar="ROLE", help="Who looks at runs, without payloads.")
 @click.option("--sql", "as_sql", is_flag=True, help="Print the statements instead; nothing is contacted.")
 @click.option("--schema", metavar="NAME", help="The schema; by default the one the app is configured for.")
 @json_option
 @click.pass_context
 def grants(
     ctx: click.Context,
-    app: str | None,
-    worker: str | None,
-    ui: str | None,
+    app_role: str | None,
+    worker_role: str | None,
+    ui_role: str | None,
     as_sql: bool,
     schema: str | None,
     as_json: bool,
@@ -71,7 +71,7 @@ def grants(
     """
     if as_sql and as_json:
         raise click.UsageError("--sql prints SQL: it cannot be combined with --json")
-    given = {rights_in.Role.APP: app, rights_in.Role.WORKER: worker, rights_in.Role.UI: ui}
+    given = {rights_in.Role.APP: app_role, rights_in.Role.WORKER: worker_role, rights_in.Role.UI: ui_role}
     roles = {role: name for role, name in given.items() if name} or {role: role.usual for role in rights_in.Role}
     durable = project_of(ctx).durable("nothing" if as_sql else "database")
     name = checked(durable, schema)
