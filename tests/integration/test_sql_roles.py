@@ -151,8 +151,8 @@ def test_the_matrix_of_roles_and_functions_is_exactly_this(roles: Roles, admin: 
 def test_no_role_makes_or_owns_anything_in_the_schema(roles: Roles, admin: Connection, role: Role) -> None:
     name = roles.names[role]
     made = (
-        "SELECT has_schema_privilege(%s, oid, 'USAGE'), has_schema_privilege(%s, oid, 'CREATE'), nspowner::regrole::text"
-        "  FROM pg_namespace WHERE nspname = %s"
+        "SELECT has_schema_privilege(%s, oid, 'USAGE'), has_schema_privilege(%s, oid, 'CREATE'),"
+        " nspowner::regrole::text FROM pg_namespace WHERE nspname = %s"
     )
     owners = "SELECT DISTINCT relowner::regrole::text FROM pg_class WHERE relnamespace = %s::text::regnamespace"
 
