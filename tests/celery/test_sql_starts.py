@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 from tests.support import apps
+from tests.support.queues import QUEUE
 from tests.support.roles import Roles, four_roles
 from tests.support.wait import until
 from tests.support.workers import Worker
@@ -83,11 +84,14 @@ def test_d7_each_process_does_its_whole_work_with_the_rights_of_its_own_role(
     by_delay, slept = app.one_step.delay(3), app.sleeper.delay(2.5, 4)
     chained = (app.one_step.s(1) | app.one_step.s()).apply_async()
     sent = app.durable.outbox.send(app.add.s(1, 2))
-    endless = [app.sleeper.delay(3600), app.sleeper.delay(3600)]
+    stamped = app.sleeper.s(3600)
+    stamped.stamp(customer="c1")
+    endless = [app.sleeper.delay(3600), app.sleeper.delay(3600), stamped.apply_async()]
     for one in endless:
         state_is(app, one.id, RunState.SLEEPING)
     state_is(app, waiter, RunState.WAITING)
     endless[0].revoke()
+    app.app.control.revoke_by_stamped_headers({"customer": "c1"})
     say("cancel(%s, 'too late')", endless[1].id)
     say("signal(%s, 'go', '{\"by\": \"ann\"}')", waiter)
 
@@ -98,7 +102,7 @@ def test_d7_each_process_does_its_whole_work_with_the_rights_of_its_own_role(
     for one in endless:
         state_is(app, one.id, RunState.CANCELLED)
     assert app.one_step.enqueue(5, idempotency_key="k").id == by_sql
-    assert (app.durable.get(by_sql).version, app.durable.get(by_sql).queue) == (1, apps.QUEUE)
+    assert (app.durable.get(by_sql).version, app.durable.get(by_sql).queue) == (1, QUEUE)
     assert "permission denied" not in worker.text()
     worker.term()
     worker.wait()

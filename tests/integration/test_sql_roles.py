@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
@@ -281,7 +281,7 @@ def test_d7_b5_an_app_starts_signals_cancels_and_looks_up_and_a_worker_does_the_
 def test_d7_an_app_may_not_operate_read_a_journal_or_execute(at: dict[Role, At], what: str) -> None:
     app = at[Role.APP]
     run_id = app.engine.start("t", 7)
-    acts = {
+    acts: dict[str, Callable[[], object]] = {
         "pause": lambda: app.engine.client.pause(run_id, actor="app"),
         "resume": lambda: app.engine.client.resume(run_id, actor="app"),
         "retry": lambda: app.engine.client.retry(run_id, actor="app"),
