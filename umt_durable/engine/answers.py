@@ -116,7 +116,7 @@ def bring(database: Database, settings: Settings, place: Place, *, token: str, a
         "dedupe": None,
         "fact": uuid5(NAMESPACE, json.dumps([found.address, by])),
     }
-    fact = database.do(lambda conn: facts.signal(conn, parameters))
+    fact = database.do(lambda conn: facts.ask(conn, parameters))
     if fact is not None:
         router.route(database, settings, fact)
         database.notify()

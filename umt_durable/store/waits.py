@@ -16,7 +16,7 @@ from umt_durable.store.guard import Guard
 
 
 def run_address(run_id: str, name: str) -> str:
-    """Return the address of facts said to one run; the SQL function `signal_run` computes the same text."""
+    """Return the address of facts said to one run; the SQL function `ask_run` computes the same text."""
     return json.dumps(["run", run_id, name], ensure_ascii=False)
 
 
