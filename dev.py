@@ -22,7 +22,7 @@ from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequenc
 
 PROJECT = Path(__file__).resolve().parent
 OLDEST = (3, 11)
-EXTRAS = ("embedded", "flower", "otel", "sentry")
+EXTRAS = ("embedded", "encryption", "flower", "otel", "sentry")
 TESTED = (*EXTRAS, "test")
 SOURCES = ("umt_durable", "tests", "dev.py", "tools", "migrations", "examples", "celeryconfig.py")
 

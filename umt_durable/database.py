@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 from psycopg import errors as pg
+from psycopg.adapt import Loader
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import Format
 from psycopg.sql import SQL, Identifier
 
 from umt_durable import telemetry
@@ -27,11 +29,12 @@ from umt_durable.errors import (
     PrivilegeError,
     SchemaError,
 )
+from umt_durable.payloads import PLAIN, Vault
 from umt_durable.redaction import redact_text
 from umt_durable.settings import Settings, libpq_url
 
 if TYPE_CHECKING:
-    from psycopg.abc import RV, PQGen
+    from psycopg.abc import RV, Buffer, PQGen
     from psycopg_pool import ConnectionPool
 
 T = TypeVar("T")
@@ -57,6 +60,7 @@ class Connection(psycopg.Connection[tuple[Any, ...]]):
     """
 
     schema: str = "umt_durable"
+    vault: Vault = PLAIN
     patience_seconds: float | None = None
 
     def wait(self, gen: PQGen[RV], interval: float = 0.1, timeout: float | None = None) -> RV:
@@ -108,13 +112,14 @@ def after_fork(method: Callable[[], None]) -> None:
 
 
 class Database:
-    """The connections of one process to one schema.
+    """The connections of one process to one schema. What they store and read is sealed and held by its vault.
 
     Keeps: no connection crosses a fork; a child that inherits this object opens its own.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, vault: Vault = PLAIN) -> None:
         self._settings = settings
+        self.vault = vault
         self._lock = threading.Lock()
         self._pool: ConnectionPool[Connection] | None = None
         self._inherited: list[object] = []  # never closed: their sockets belong to the parent
@@ -298,7 +303,22 @@ class Database:
 
     def _configure(self, conn: Connection) -> None:
         conn.schema = self._settings.schema
+        conn.vault = self.vault
+        if not self.vault.is_plain:
+            conn.adapters.register_loader("bytea", _loader(self.vault))
         conn.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+
+
+def _loader(vault: Vault) -> type[Loader]:
+    """Return what reads bytes so that sealed ones can be opened where they are used: few of them are."""
+
+    class VaultLoader(Loader):
+        format = Format.BINARY
+
+        def load(self, data: Buffer) -> bytes:
+            return vault.hold(bytes(data))
+
+    return VaultLoader
 
 
 def _not_of_our_pools(record: logging.LogRecord) -> bool:

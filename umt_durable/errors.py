@@ -14,6 +14,7 @@
     ├── DecodingError                 a stored value cannot be read
     │   ├── JournalCorruptError       a stored result does not match its digest
     │   └── FactPayloadError          a fact does not fit the type its wait asks for
+    ├── PayloadKeyError               a stored value is encrypted with a key that is not known here
     ├── AutocommitError               a caller's connection has no transaction to join
     ├── UnknownTaskError
     ├── UnknownRunError
@@ -140,6 +141,19 @@ class FactPayloadError(DecodingError):
         self.name = name
         self.reason = reason
         super().__init__(f"the fact {name!r} settled its wait, but not with a payload of the type asked for: {reason}")
+
+
+class PayloadKeyError(DurableError):
+    """A stored value is sealed with a key that this process does not have; the value is untouched.
+
+    Shape: `key` is the id of that key. `has_codec` is false where the process has no payload codec at all.
+    """
+
+    def __init__(self, key: str, *, has_codec: bool = True) -> None:
+        self.key = key
+        self.has_codec = has_codec
+        hint = "its payload codec has no key of this id" if has_codec else "it has no payload_codec"
+        super().__init__(f"a stored value is sealed with the key {key!r}, which this process cannot open: {hint}")
 
 
 class AutocommitError(DurableError):

@@ -87,7 +87,8 @@ class StepEntry:
     """One journal entry.
 
     Shape: `failures` counts the failed tries; `due` says that its wake_at has passed by the database clock;
-    `age_seconds` is the time from the beginning of its first try to the read.
+    `age_seconds` is the time from the beginning of its first try to the read. A large result may be left out: `size` is
+    its length in bytes as it is stored, None where there is none.
     """
 
     key: str
@@ -105,6 +106,7 @@ class StepEntry:
     started_at: datetime | None = None
     finished_at: datetime | None = None
     age_seconds: float | None = None
+    size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,8 @@ class WaitEntry:
 
     Shape: `due` says that its deadline has passed by the database clock, `age_seconds` is the time from its
     registration to the read. A group has `need`, the number of parts that settle it; each part names its group in
-    `part_of`. `announced` is false while an address is still to be handed out.
+    `part_of`. `announced` is false while an address is still to be handed out. A large payload may be left out: `size`
+    is its length in bytes as it is stored, None where there is none.
     """
 
     key: str
@@ -173,6 +176,7 @@ class WaitEntry:
     need: int | None = None
     announced: bool = True
     age_seconds: float = 0.0
+    size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

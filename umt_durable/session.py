@@ -19,6 +19,7 @@ from psycopg.pq import TransactionStatus
 from umt_durable import forked
 from umt_durable.database import is_refusal
 from umt_durable.errors import AutocommitError, DefinitionError
+from umt_durable.payloads import PLAIN, Vault
 from umt_durable.settings import libpq_url
 
 Binding: TypeAlias = Any
@@ -209,6 +210,7 @@ class Bound:
     """A user's connection, as the store's statements take it."""
 
     schema: str
+    vault: Vault
     run: Callable[[bytes, Any], Any]
 
     def execute(self, query: bytes, params: Any = None, *, prepare: bool | None = None, binary: bool = False) -> Any:
@@ -230,7 +232,7 @@ class UserTransaction:
 
 
 @contextmanager
-def transaction(binding: Binding, schema: str) -> Iterator[UserTransaction]:
+def transaction(binding: Binding, schema: str, vault: Vault = PLAIN) -> Iterator[UserTransaction]:
     """Open a transaction on a binding; commit it at the end, roll it back on any exception.
 
     A commit or rollback inside is refused by psycopg; with SQLAlchemy a commit is refused and a rollback noticed.
@@ -240,20 +242,20 @@ def transaction(binding: Binding, schema: str) -> Iterator[UserTransaction]:
     """
     if isinstance(binding, str):
         with psycopg.connect(libpq_url(binding)) as conn, conn.transaction():
-            yield _of_psycopg(conn, schema)
+            yield _of_psycopg(conn, schema, vault)
     elif isinstance(binding, psycopg.Connection):
         if binding.info.transaction_status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN):
             raise DefinitionError(_BUSY)
         with binding.transaction():
-            yield _of_psycopg(binding, schema)
+            yield _of_psycopg(binding, schema, vault)
     elif _sqlalchemy_kind(binding) == "session":
         if binding.in_transaction():
             raise DefinitionError(_BUSY)
         with binding.begin(), _commit_refused(binding):
-            yield _of_session(binding, schema)
+            yield _of_session(binding, schema, vault)
     elif _is_sqlalchemy_source(binding):
         with _open_session(binding) as session, session.begin(), _commit_refused(session):
-            yield _of_session(session, schema)
+            yield _of_session(session, schema, vault)
     elif callable(binding):
         with binding() as conn:
             if not isinstance(conn, psycopg.Connection):
@@ -261,7 +263,7 @@ def transaction(binding: Binding, schema: str) -> Iterator[UserTransaction]:
             if forked.is_inherited(conn.fileno()):
                 raise DefinitionError(_INHERITED)
             with conn.transaction():
-                yield _of_psycopg(conn, schema)
+                yield _of_psycopg(conn, schema, vault)
     else:
         raise DefinitionError(
             f"{type(binding).__name__} is no binding: give an Engine, a sessionmaker, a URL or a callable"
@@ -286,7 +288,7 @@ def _is_over(conn: psycopg.Connection[Any]) -> bool:
     return conn.info.transaction_status is TransactionStatus.IDLE
 
 
-def _of_psycopg(conn: psycopg.Connection[Any], schema: str) -> UserTransaction:
+def _of_psycopg(conn: psycopg.Connection[Any], schema: str, vault: Vault) -> UserTransaction:
     def run(query: bytes, params: Any) -> Any:
         return conn.cursor(row_factory=psycopg.rows.tuple_row).execute(query, params)
 
@@ -294,10 +296,10 @@ def _of_psycopg(conn: psycopg.Connection[Any], schema: str) -> UserTransaction:
         if _is_over(conn):
             raise DefinitionError(_ENDED)
 
-    return UserTransaction(conn, Bound(schema, run), flush)
+    return UserTransaction(conn, Bound(schema, vault, run), flush)
 
 
-def _of_session(session: Any, schema: str) -> UserTransaction:
+def _of_session(session: Any, schema: str, vault: Vault) -> UserTransaction:
     driver = session.get_bind().dialect.driver
     if driver != "psycopg":
         raise DefinitionError(
@@ -317,7 +319,7 @@ def _of_session(session: Any, schema: str) -> UserTransaction:
         if session.connection().get_transaction() is not root or _is_over(driver):
             raise DefinitionError(_ENDED)
 
-    return UserTransaction(session, Bound(schema, run), flush)
+    return UserTransaction(session, Bound(schema, vault, run), flush)
 
 
 @contextmanager

@@ -54,6 +54,9 @@ class Settings:
     the idempotency keys that providers are given, so it stays the same for ever."""
     strict_queues: bool = True
     """Whether hints of a shared queue count in the depth gate. Off where ordinary tasks use the same queues."""
+    payload_codec: object | None = None
+    """What seals arguments, results and facts before they are stored, or where it is, as `module:name`. None: nothing.
+    Every process of the schema needs the same."""
 
     def __post_init__(self) -> None:
         for name in ("lease_seconds", "poll_seconds", "deliver_seconds"):
@@ -110,6 +113,8 @@ class Settings:
 
 def _parse(value: Any, kind: Any, source: str) -> Any:
     """Read a setting as its type; texts come from the environment."""
+    if kind == object | None:
+        return value
     try:
         if kind is bool:
             text = str(value).strip().lower()

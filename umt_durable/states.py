@@ -59,6 +59,7 @@ class Reason(StrEnum):
     BAD_INPUT = "bad_input"
     JOURNAL_CORRUPT = "journal_corrupt"
     UNCERTAIN_OP = "uncertain_op"
+    PAYLOAD_KEY = "payload_key"
 
 
 class AttemptOutcome(StrEnum):

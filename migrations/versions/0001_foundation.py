@@ -50,6 +50,14 @@ END $$;
 -- I25). A number that this server has not reached is of another one, whose rows were restored here: it says nothing.
 CREATE FUNCTION {schema}.ended_after(xid xid8, seen pg_snapshot) RETURNS boolean LANGUAGE sql STABLE PARALLEL SAFE
     RETURN NOT pg_visible_in_snapshot(xid, seen) AND xid < pg_snapshot_xmax(pg_current_snapshot());
+
+-- Whether two payloads are known to differ. Sealed ones are compared by their marks; a sealed and a plain one show
+-- nothing. For the frame see `umt_durable/payloads.py`.
+CREATE FUNCTION {schema}.differ(a bytea, b bytea) RETURNS boolean LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN CASE WHEN substr(a, 1, 1) = '\\x00' AND substr(b, 1, 1) = '\\x00'
+                THEN substr(a, 3, 16) <> substr(b, 3, 16)
+                WHEN substr(a, 1, 1) = '\\x00' OR substr(b, 1, 1) = '\\x00' THEN false
+                ELSE a IS DISTINCT FROM b END;
 """
 
 RUN = """
@@ -344,8 +352,11 @@ BEGIN
         IF NOT FOUND THEN
             SELECT k.run, k.input_hash, k.given_hash INTO run, hash, given
               FROM {schema}.idempotency_key k WHERE k.task = p_task AND k.key = p_key;
-            -- What is null on one side is not compared: SQL does not know how a task reads its arguments.
-            outcome := CASE WHEN hash <> p_key_hash OR given <> p_key_given THEN 'conflict' ELSE 'existing' END;
+            -- What is null on one side is not compared: SQL does not know how a task reads its arguments. A keyed hash
+            -- and a plain one, of another length, show nothing.
+            outcome := CASE WHEN (length(hash) = length(p_key_hash) AND hash <> p_key_hash)
+                              OR (length(given) = length(p_key_given) AND given <> p_key_given) THEN 'conflict'
+                            ELSE 'existing' END;
             RETURN;
         END IF;
     END IF;
@@ -436,7 +447,7 @@ BEGIN
     IF NOT FOUND THEN
         -- In a statement of its own: the earlier one may have committed after the first began.
         SELECT o.payload INTO known FROM {schema}.outbox_event AS o WHERE o.id = event;
-        outcome := CASE WHEN known <> p_payload THEN 'conflict' ELSE 'existing' END;
+        outcome := CASE WHEN {schema}.differ(known, p_payload) THEN 'conflict' ELSE 'existing' END;
     END IF;
 END $$;
 

@@ -11,12 +11,12 @@ from celery.canvas import maybe_signature
 from celery.exceptions import ChordError
 from celery.utils.log import get_logger
 
-from umt_durable.errors import DefinitionError
+from umt_durable.bridge.envelope import Envelope
+from umt_durable.errors import DecodingError, DefinitionError, PayloadKeyError
 
 if TYPE_CHECKING:
     from celery.app.task import Context
 
-    from umt_durable.bridge.envelope import Envelope
 
 logger = get_logger(__name__)
 
@@ -25,6 +25,14 @@ def is_awaited(envelope: Envelope) -> bool:
     """Say whether a chord waits for a run, or for what follows it in its chain."""
     followers: Sequence[Mapping[str, Any]] = envelope.chain
     return envelope.chord is not None or any((each.get("options") or {}).get("chord") for each in followers)
+
+
+def is_awaited_in(stored: bytes) -> bool:
+    """Say the same of a stored message; of one that cannot be read here nothing is known, and nothing is said."""
+    try:
+        return is_awaited(Envelope.from_bytes(stored))
+    except (PayloadKeyError, DecodingError):
+        return False
 
 
 def patience(backend: Any) -> tuple[float | None, str]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from umt_durable.bridge.cli_runs import actor, checked, shown
+from umt_durable.bridge.cli_runs import actor, checked, failure_in, shown, told
 from umt_durable.bridge.console import Section, emit, json_option
-from umt_durable.bridge.durable import Durable
 from umt_durable.engine.ops import MAX_PAGE
 from umt_durable.records import Op
 from umt_durable.states import OpState
@@ -44,10 +43,10 @@ def list_ops(
     found = durable.ops.list(states=states or None, limit=limit, after=after, namespace=namespace)
     columns = ("op", "state", "run", "run state", "turn", "waiting", "began", "why")
     document = {
-        "ops": [_document(durable, op, payloads=False) for op in found],
+        "ops": [_document(op, payloads=False) for op in found],
         "after": found[-1].op_key if len(found) == limit else None,
     }
-    emit(document, [Section("op", columns, [_row(durable, op) for op in found])], as_json=as_json)
+    emit(document, [Section("op", columns, [_row(op) for op in found])], as_json=as_json)
 
 
 @ops.command("show")
@@ -59,7 +58,7 @@ def list_ops(
 def show_op(ctx: click.Context, op_key: str, payloads: bool, namespace: str | None, as_json: bool) -> None:
     """Show one op: who began it, its turn and its key for the provider, and who decided about it."""
     durable = checked(ctx)
-    _emit(durable, durable.ops.get(op_key, namespace=namespace), payloads=payloads, as_json=as_json)
+    _emit(durable.ops.get(op_key, namespace=namespace), payloads=payloads, as_json=as_json)
 
 
 @ops.command("resolve")
@@ -92,17 +91,16 @@ def resolve_op(
     op = durable.ops.resolve(
         op_key, not_done=not_done, failed=failed, actor=actor(), reason=reason, namespace=namespace, **said
     )
-    _emit(durable, op, payloads=False, as_json=as_json)
+    _emit(op, payloads=False, as_json=as_json)
 
 
-def _emit(durable: Durable, op: Op, *, payloads: bool, as_json: bool) -> None:
-    document = _document(durable, op, payloads=payloads)
+def _emit(op: Op, *, payloads: bool, as_json: bool) -> None:
+    document = _document(op, payloads=payloads)
     rows = [(name, value) for name, value in document.items() if value is not None]
     emit(document, [Section("op", ("", ""), rows)], as_json=as_json)
 
 
-def _document(durable: Durable, op: Op, *, payloads: bool) -> dict[str, Any]:
-    failure = durable.ops.failure(op)
+def _document(op: Op, *, payloads: bool) -> dict[str, Any]:
     document: dict[str, Any] = {
         "namespace": op.namespace,
         "op": op.op_key,
@@ -118,13 +116,12 @@ def _document(durable: Durable, op: Op, *, payloads: bool) -> dict[str, Any]:
         "settled_at": op.settled_at,
         "actor": op.actor,
         "reason": op.comment,
-        "why": None if failure is None else failure.summary,
+        "why": told(failure_in(op.error)),
     }
     return document | {"result": shown(op.result)} if payloads else document
 
 
-def _row(durable: Durable, op: Op) -> tuple[object, ...]:
-    failure = durable.ops.failure(op)
+def _row(op: Op) -> tuple[object, ...]:
     state = f"{op.state} (abandoned)" if op.is_abandoned else str(op.state)
-    why = None if failure is None else failure.summary
+    why = told(failure_in(op.error))
     return op.op_key, state, op.run_id, op.run_state, op.turn, op.waiting, op.began_at, why

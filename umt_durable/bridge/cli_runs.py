@@ -20,7 +20,8 @@ from umt_durable.bridge.durable import Durable
 from umt_durable.bridge.project import project_of
 from umt_durable.engine import failures
 from umt_durable.engine.client import MAX_PAGE, History, hidden
-from umt_durable.errors import DecodingError, UnknownTaskError
+from umt_durable.engine.failures import Failure
+from umt_durable.errors import DecodingError, PayloadKeyError, UnknownTaskError
 from umt_durable.records import Run, StepEntry, WaitEntry
 from umt_durable.redaction import redact
 from umt_durable.states import OWN, PAUSED, RunState
@@ -234,11 +235,11 @@ def _visible(record: Any) -> Document:
 
 def _history_document(durable: Durable, history: History, *, payloads: bool) -> Document:
     run = history.run
-    failure = durable.client.failure(run)
+    failure = failure_in(run.error)
     document: Document = {
         "run": run_document(run),
         "blocked": _blocked(durable, run),
-        "error": None if failure is None else failure.summary,
+        "error": told(failure),
         "attempts": [
             {"no": number} | _visible(attempt) | {"error": attempt.error}
             for number, attempt in enumerate(history.attempts, start=1)
@@ -250,7 +251,7 @@ def _history_document(durable: Durable, history: History, *, payloads: bool) -> 
     if payloads:
         stored = durable.database.do(lambda conn: diagnosis.arguments(conn, run.no))
         document["run"] |= {"input": shown(*stored) if stored else None, "result": shown(run.result, run.codec)}
-        document["traceback"] = None if failure is None else failure.traceback
+        document["traceback"] = failure.traceback if isinstance(failure, Failure) else None
     return document
 
 
@@ -265,7 +266,7 @@ def _blocked(durable: Durable, run: Run) -> str | None:
 
 
 def _step_document(step: StepEntry, kind: int, *, payloads: bool) -> Document:
-    error = None if step.error is None else failures.from_bytes(step.error).summary
+    error = told(failure_in(step.error))
     payload = {"result": shown(step.result, kind)} if payloads else {}
     return {name: value for name, value in _visible(step).items() if name not in ("due", "age_seconds")} | {
         "error": error,
@@ -286,6 +287,27 @@ def shown(data: bytes | None, kind: int = codec.Codec.JSON) -> object:
         return redact(codec.decode(data, codec.EMPTY, kind))
     except DecodingError:
         return f"<{len(data)} bytes that cannot be read>"
+    except PayloadKeyError as error:
+        return _sealed(error)
+
+
+def failure_in(data: bytes | None) -> Failure | str | None:
+    """Return a stored failure, or what to say instead where it cannot be opened here."""
+    if data is None:
+        return None
+    try:
+        return failures.from_bytes(data)
+    except PayloadKeyError as error:
+        return _sealed(error)
+
+
+def told(failure: Failure | str | None) -> str | None:
+    """Return what stands in a list for a failure."""
+    return failure.summary if isinstance(failure, Failure) else failure
+
+
+def _sealed(error: PayloadKeyError) -> str:
+    return f"<sealed with the key {error.key!r}, which is not known here>"
 
 
 def _history_sections(document: Document) -> list[Section]:

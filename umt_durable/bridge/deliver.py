@@ -30,6 +30,7 @@ from umt_durable.engine.registry import TaskDefinition
 from umt_durable.engine.retry import RetryAfter
 from umt_durable.errors import UnknownTaskError
 from umt_durable.failpoints import point
+from umt_durable.payloads import plain as opened
 from umt_durable.records import FinishedRun, event_id
 from umt_durable.states import OutboxType, RunState
 
@@ -255,7 +256,7 @@ def plain(value: Any, data: bytes | None, definition: TaskDefinition) -> Any:
     try:
         _dumps(value)
     except Exception:  # noqa: BLE001 - whatever its types make of that: the stored JSON says the same
-        return json.loads(data)
+        return json.loads(opened(data))
     return value
 
 

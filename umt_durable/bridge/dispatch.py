@@ -139,7 +139,7 @@ class CeleryDispatcher:
                     found = sending.messages(
                         self._durable.app,
                         entry.id,
-                        bytes(entry.payload or b""),
+                        entry.payload or b"",
                         age_seconds=entry.age_seconds,
                         once=entry.once,
                     )
@@ -186,7 +186,7 @@ class CeleryDispatcher:
         backend = self._backend(run.task)
         value, error = outcome_of(self._durable, run)
         if entry.type == OutboxType.CALLBACK and entry.payload is not None:
-            callbacks.dispatch_stored(app, request, bytes(entry.payload))
+            callbacks.dispatch_stored(app, request, entry.payload)
             return
         if entry.type == OutboxType.CALLBACK:
             callbacks.dispatch(app, request, envelope, entry.ordinal, value=value, error=error)

@@ -10,7 +10,7 @@ import psycopg
 
 from umt_durable import grants
 from umt_durable.bridge import checks_broker, checks_database, checks_runs, checks_settings, checks_tasks
-from umt_durable.bridge.chords import patience
+from umt_durable.bridge.chords import is_awaited_in, patience
 from umt_durable.bridge.console import Section, emit, json_option, one_line
 from umt_durable.bridge.durable import Durable
 from umt_durable.bridge.findings import Finding, Findings, Level, fail, warn
@@ -92,7 +92,7 @@ def _of_project(project: Project) -> Findings:
 def _of_chords(durable: Durable, conn: Connection) -> Findings:
     kept, setting = patience(durable.app.backend)
     if kept is not None:
-        yield from checks_settings.chords(diagnosis.parked_in_chords(conn, kept), kept, setting)
+        yield from checks_settings.chords(diagnosis.parked_in_chords(conn, kept, is_awaited_in), kept, setting)
 
 
 def _of_server(durable: Durable, conn: Connection, where: str) -> Findings:

@@ -29,6 +29,7 @@ from umt_durable.bridge.publisher import Publisher
 from umt_durable.bridge.reporter import CeleryReporter
 from umt_durable.bridge.runtime import NODE_VARIABLE
 from umt_durable.bridge.runtime import Delivery as MainDelivery
+from umt_durable.bridge.sealing import vault_of
 from umt_durable.bridge.spawned import worker_app
 from umt_durable.bridge.task import DurableTask
 from umt_durable.bridge.typed import AsyncBody, Body, DurableTaskOf, P, R, TaskMaker
@@ -39,7 +40,13 @@ from umt_durable.engine.ops import Ops
 from umt_durable.engine.registry import OnMismatch, TaskRegistry
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.waitables import MISSING
-from umt_durable.errors import ConfigurationError, DatabaseUnavailableError, DecodingError, DefinitionError
+from umt_durable.errors import (
+    ConfigurationError,
+    DatabaseUnavailableError,
+    DecodingError,
+    DefinitionError,
+    PayloadKeyError,
+)
 from umt_durable.records import Run
 from umt_durable.redaction import redact_url
 from umt_durable.services import events
@@ -314,7 +321,7 @@ class Durable(AsyncVerbs):
     @cached_property
     def database(self) -> Database:
         """The connections of this process."""
-        return Database(self.settings)
+        return Database(self.settings, vault_of(self.settings.payload_codec))
 
     @cached_property
     def lease(self) -> MainLease:
@@ -431,7 +438,7 @@ class Durable(AsyncVerbs):
         found = self.database.do(lambda conn: runs.arguments(conn, delivery.run, delivery.nesting))
         try:
             return None if found is None else deliver.plain_arguments(*found)
-        except DecodingError:
+        except (DecodingError, PayloadKeyError):
             return None
 
     def check_schema(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from kombu.utils import json as kombu_json
 
 from umt_durable.errors import DecodingError, EncodingError
+from umt_durable.payloads import plain
 
 Signature = Mapping[str, object]
 
@@ -76,12 +77,13 @@ class Envelope:
     def from_bytes(cls, stored: bytes | memoryview | None) -> Envelope:
         """Read the stored form; nothing stored gives the empty envelope. What a later version added is passed over.
 
-        Errors: DecodingError when it is not what `to_bytes` makes.
+        Errors: DecodingError when it is not what `to_bytes` makes; PayloadKeyError.
         """
         if not stored:
             return EMPTY
+        data = plain(stored if isinstance(stored, bytes) else bytes(stored))
         try:
-            found = _loads(bytes(stored))
+            found = _loads(data)
         except Exception as error:
             raise DecodingError(f"the stored Celery message cannot be read: {error}") from error
         if not isinstance(found, dict):

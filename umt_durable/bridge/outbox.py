@@ -167,7 +167,7 @@ class Routes:
 
 
 def _arguments(route: Route, event: OutboxEntry) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    payload = codec.decode(bytes(event.payload or b"null"), codec.EMPTY)
+    payload = codec.decode(event.payload or b"null", codec.EMPTY)
     if not route.unpack:
         return (payload,), {}
     if not isinstance(payload, dict):

@@ -30,7 +30,13 @@ from celery.worker.control import Panel
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.request import DurableRequest
 from umt_durable.bridge.runtime import CancelAsked
-from umt_durable.errors import DatabaseUnavailableError, DecodingError, PrivilegeError, UnknownRunError
+from umt_durable.errors import (
+    DatabaseUnavailableError,
+    DecodingError,
+    PayloadKeyError,
+    PrivilegeError,
+    UnknownRunError,
+)
 from umt_durable.states import RunState
 from umt_durable.store import runs
 
@@ -257,7 +263,7 @@ def stamped(durable: Durable, wanted: Stamps) -> list[str]:
         for _, run_id, envelope in page:
             try:
                 stamps = Envelope.from_bytes(envelope).stamps
-            except DecodingError:
+            except (DecodingError, PayloadKeyError):
                 continue
             if has_stamp(stamps, wanted):
                 ids[run_id] = None

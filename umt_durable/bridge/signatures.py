@@ -13,6 +13,7 @@ from kombu.utils.functional import maybe_list
 
 from umt_durable.engine.ids import NAMESPACE
 from umt_durable.errors import DecodingError, EncodingError
+from umt_durable.payloads import plain
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -46,10 +47,11 @@ def copied(signature: Mapping[str, Any], where: str) -> dict[str, Any]:
 def read(app: Celery, payload: bytes) -> Signature:
     """Read what `stored` made.
 
-    Errors: DecodingError.
+    Errors: DecodingError; PayloadKeyError.
     """
+    data = plain(payload)
     try:
-        found = _loads(payload)
+        found = _loads(data)
     except ValueError as error:
         raise DecodingError(f"the stored signature cannot be read: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("task"), str):

@@ -17,6 +17,7 @@ from umt_durable.codec import plain, typed
 from umt_durable.codec.refusal import Refusal, name_of
 from umt_durable.codec.value import EMPTY, Codec, Encoded, adapter_or_none, check_codec, seal, write
 from umt_durable.errors import DecodingError
+from umt_durable.payloads import plain as opened
 
 FINGERPRINT_BYTES: Final = 16
 
@@ -94,10 +95,10 @@ def hash_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> byte
 def split(data: bytes, codec: int) -> tuple[list[object], dict[str, object]]:
     """Take stored arguments apart; the members are still in their stored form.
 
-    Errors: DecodingError when the bytes do not hold arguments.
+    Errors: DecodingError when the bytes do not hold arguments; PayloadKeyError.
     """
     check_codec(codec)
-    match plain.loads(data):
+    match plain.loads(opened(data)):
         case {"args": list() as args, "kwargs": dict() as kwargs, **rest} if not rest:
             return args, kwargs
         case _:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from umt_durable.codec import plain, typed
 from umt_durable.codec.refusal import MAX_BYTES, Refusal
 from umt_durable.errors import DecodingError, DefinitionError
+from umt_durable.payloads import plain as opened
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -60,9 +61,11 @@ def round_trip(value: object, annotation: object = EMPTY, *, where: str) -> tupl
 def decode(data: bytes, annotation: object = EMPTY, codec: int = Codec.JSON) -> object:
     """Turn stored bytes back into the value.
 
-    Errors: DecodingError when they are not of this codec, or do not fit the annotation.
+    Errors: DecodingError when they are not of this codec, or do not fit the annotation; PayloadKeyError when they are
+    sealed with a key that is not known here.
     """
     check_codec(codec)
+    data = opened(data)
     adapter = adapter_or_none(annotation)
     return plain.read(data) if adapter is None else typed.read(data, adapter)
 

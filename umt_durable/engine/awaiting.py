@@ -97,8 +97,9 @@ class _Awaiting:
     def outcome(self, recorded: StepEntry | None) -> Any:
         """Wait for the answer, record it, and give it to the body."""
         wait = self._recorder.guarded(lambda: self._answered(recorded))
-        assert wait.payload is not None
-        answer = Answer.from_bytes(wait.payload)
+        payload = self._pass.payload_of(wait)
+        assert payload is not None
+        answer = Answer.from_bytes(payload)
         if answer.failure is not None:
             self._record_failure(answer)
         return self._recorder.record(self._entry, self._call.name, answer.result)

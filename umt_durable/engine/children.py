@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 from uuid import uuid5
 
@@ -129,7 +130,13 @@ def _joined(
     while the_pass.attempt.read(read) is WaitState.PENDING:
         the_pass.suspend(RunState.WAITING, waits=[key], until=f"for the children of {name}")
     place = the_pass.in_generation(entry.key)
-    return the_pass.attempt.read(lambda guard: runs.children(guard.conn, run, place))
+    children = the_pass.attempt.read(lambda guard: runs.children(guard.conn, run, place))
+    return [_opened(the_pass, child) for child in children]
+
+
+def _opened(the_pass: Pass, child: Child) -> Child:
+    result, error = (None if data is None else the_pass.opened(data) for data in (child.result, child.error))
+    return replace(child, result=result, error=error)
 
 
 def _start(the_pass: Pass, entry: journal.Entry, children: list[NewRun], name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from uuid import UUID, uuid4, uuid5
 
@@ -26,6 +26,7 @@ from umt_durable.errors import (
     WrongStatusError,
 )
 from umt_durable.failpoints import point
+from umt_durable.payloads import opened, plain
 from umt_durable.records import (
     AttemptRecord,
     AuditRecord,
@@ -80,7 +81,7 @@ class Access:
 
     def _call(self, who: Caller, name: str, parameters: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Run one of our statements in a caller's transaction."""
-        row = who.one(self._text(name), parameters)
+        row = who.one(self._text(name), self._database.vault.sealed(parameters))
         if self._settings.notify == "after_commit":
             who.after_commit(self._notify)
         elif self._settings.notify == "transaction":
@@ -275,7 +276,7 @@ class Client(Access):
         if who is None:
             return self._do(lambda own: runs.to_retry(own, run_id))
         row = who.one(self._text("run_to_retry"), {"run": run_id})
-        return None if row is None else runs.read_to_retry(row)
+        return None if row is None else runs.read_to_retry(row, self._database.vault)
 
     def _insert_retry(self, found: RetriedRun, id: str, who: Caller | None, actor: str, reason: str | None) -> None:
         parameters = runs.retry_parameters(
@@ -354,7 +355,7 @@ class Client(Access):
         found = self._do(lambda conn: runs.get(conn, _checked(run_id)))
         if found is None:
             raise UnknownRunError(run_id)
-        return found
+        return replace(found, result=opened(found.result), error=opened(found.error))
 
     def list(
         self,
@@ -400,8 +401,11 @@ class Client(Access):
             return History(
                 run,
                 attempts.of_run(conn, run.no),
-                journal.read(conn, run.no),
-                waits.of_run(conn, run.no),
+                [
+                    replace(step, result=opened(step.result), error=opened(step.error))
+                    for step in journal.read(conn, run.no, inline=None)
+                ],
+                [replace(wait, payload=opened(wait.payload)) for wait in waits.of_run(conn, run.no, inline=None)],
                 audit.of_run(conn, run.no),
             )
 

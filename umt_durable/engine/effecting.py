@@ -21,6 +21,7 @@ from umt_durable.engine.exits import Canceled
 from umt_durable.engine.ids import op_idempotency_key
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.recording import Body, Recorder
+from umt_durable.engine.replay import differ
 from umt_durable.engine.txstep import NotMineError, Record, run_in_transaction
 from umt_durable.errors import (
     DecodingError,
@@ -160,7 +161,7 @@ class _Call:
                 case OpState.DONE | OpState.FAILED:
                     raise _RecordedError(row)
                 case OpState.UNCERTAIN:
-                    self._pass.condemn(UncertainOpError(self._op.op_key, _reason_of(row)))
+                    self._pass.condemn(UncertainOpError(self._op.op_key, self._reason_of(row)))
             resumed, held = not row.is_clear, row.token
             turn = self._begun(
                 lambda guard, held=held: ledger.take(  # type: ignore[misc]  # the default binds it now
@@ -179,7 +180,7 @@ class _Call:
 
     def _check_request(self, row: Op) -> None:
         mine, theirs = self._entry.fingerprint, row.request_digest
-        if mine is not None and theirs is not None and mine != theirs:
+        if mine is not None and theirs is not None and differ(theirs, mine):
             raise OpConflictError(self._op.op_key, row.run_id, theirs.hex()[:12], mine.hex()[:12])
 
     def _is_busy(self, row: Op) -> bool:
@@ -305,8 +306,9 @@ class _Call:
         if digest != row.digest:
             corrupt = f"the recorded result of op {row.op_key!r} does not match its digest"
             self._pass.condemn(JournalCorruptError(corrupt))
+        opened = self._pass.opened(result)
         try:
-            value = codec.decode(result, self._annotation)
+            value = codec.decode(opened, self._annotation)
         except DecodingError as error:
             if not row.commit_due:
                 raise
@@ -333,10 +335,11 @@ class _Call:
         telemetry.count(telemetry.Counter.UNCERTAIN_OP)
         self._pass.condemn(UncertainOpError(self._op.op_key, failure.summary))
 
+    def _reason_of(self, row: Op) -> str:
+        if row.error is None:
+            return "it waits for a person"
+        return failures.from_bytes(self._pass.opened(row.error)).summary
+
     def _fenced(self, work: Callable[[Guard], bool | None]) -> None:
         if self._attempt.write(work, cancel=bool):
             raise Canceled("cancelled")
-
-
-def _reason_of(row: Op) -> str:
-    return "it waits for a person" if row.error is None else failures.from_bytes(row.error).summary

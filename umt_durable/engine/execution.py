@@ -35,6 +35,7 @@ from umt_durable.errors import (
     InputError,
     JournalCorruptError,
     NonDeterminismError,
+    PayloadKeyError,
     UncertainOpError,
 )
 from umt_durable.failpoints import point
@@ -74,6 +75,13 @@ def cause(error: Exception) -> Exception | None:
     return error.__cause__ if isinstance(error.__cause__, Exception) else None
 
 
+def _unreadable(error: Exception) -> Reason:
+    """Return why a run is parked whose record does not serve: it is not lost, and a person can have it go on."""
+    if isinstance(error, PayloadKeyError):
+        return Reason.PAYLOAD_KEY
+    return Reason.JOURNAL_CORRUPT if isinstance(error, JournalCorruptError) else Reason.NONDETERMINISM
+
+
 class Execution:
     """One grant from its journal to its settlement."""
 
@@ -91,7 +99,10 @@ class Execution:
             return self._hand_over(str(how))
 
     def _run(self) -> Outcome:
-        self._reporter.claimed(self._grant)
+        try:
+            self._reporter.claimed(self._grant)
+        except (PayloadKeyError, JournalCorruptError) as error:
+            return self._quarantine(_unreadable(error), error)
         if self._grant.cancel:
             return self._finish(RunState.CANCELLED)
         if self._attempt.is_fresh():
@@ -100,6 +111,8 @@ class Execution:
             args, kwargs = self._definition.schema.decode(self._grant.args, self._grant.codec)
             if self._grant.digest is None:
                 self._pin_input(args, kwargs)
+        except (PayloadKeyError, JournalCorruptError) as error:
+            return self._quarantine(_unreadable(error), error)
         except (DecodingError, EncodingError, InputError) as error:
             if isinstance(error, InputError) and not self._definition.checks_calls:
                 return self._fail(TypeError(str(error)))  # as of the call itself, a class that any caller can rebuild
@@ -191,8 +204,7 @@ class Execution:
         if isinstance(the_pass.fatal, NonDeterminismError) and self._definition.on_mismatch == "fail":
             return self._fail(the_pass.fatal)
         if the_pass.fatal is not None:
-            corrupt = isinstance(the_pass.fatal, JournalCorruptError)
-            return self._quarantine(Reason.JOURNAL_CORRUPT if corrupt else Reason.NONDETERMINISM, the_pass.fatal)
+            return self._quarantine(_unreadable(the_pass.fatal), the_pass.fatal)
         if error is None:
             orphans = self._report_orphans(the_pass)
             try:

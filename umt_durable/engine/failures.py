@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from umt_durable import errors as own_errors
 from umt_durable.errors import StepFailedError
+from umt_durable.payloads import plain
 from umt_durable.redaction import redact_text
 
 MAX_SUMMARY, MAX_TEXT, MAX_TRACEBACK = 1_000, 4_000, 16_000
@@ -59,8 +60,11 @@ class Failure:
 
 
 def from_bytes(data: bytes) -> Failure:
-    """Read a stored failure."""
-    return _from_fields(json.loads(data))
+    """Read a stored failure.
+
+    Errors: PayloadKeyError.
+    """
+    return _from_fields(json.loads(plain(data)))
 
 
 def _from_fields(fields: dict[str, Any]) -> Failure:

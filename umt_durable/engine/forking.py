@@ -8,6 +8,7 @@ from typing import Final
 from umt_durable import texts
 from umt_durable.engine.replay import branches_of
 from umt_durable.errors import DefinitionError, UnknownStepError, WrongStatusError
+from umt_durable.payloads import plain
 from umt_durable.records import ForkedRun
 from umt_durable.states import RunState
 
@@ -62,5 +63,5 @@ def without(envelope: bytes | None, left_out: frozenset[str]) -> bytes | None:
     """Return the message of a run without some of its parts."""
     if envelope is None:
         return None
-    kept = {name: value for name, value in json.loads(envelope).items() if name not in left_out}
+    kept = {name: value for name, value in json.loads(plain(envelope)).items() if name not in left_out}
     return json.dumps(kept).encode() if kept else None

@@ -23,8 +23,9 @@ from umt_durable.engine.registry import OnMismatch
 from umt_durable.engine.replay import Journal, KeyMaker, branches_of, is_patch
 from umt_durable.engine.reporting import Reporter
 from umt_durable.engine.retry import RetryPolicy
-from umt_durable.errors import DurableError, NonDeterminismError
+from umt_durable.errors import DurableError, JournalCorruptError, NonDeterminismError, PayloadKeyError
 from umt_durable.failpoints import point
+from umt_durable.payloads import plain
 from umt_durable.records import StepEntry, WaitEntry
 from umt_durable.session import Binding
 from umt_durable.states import AttemptOutcome, RunState, WaitState
@@ -247,6 +248,23 @@ class Pass:
     def unread_waits(self) -> list[str]:
         """Return the waits of which this pass does not know that they are settled: whatever settles them is unread."""
         return [entry.key for entry in self.waits.values() if entry.state is WaitState.PENDING]
+
+    def opened(self, data: bytes) -> bytes:
+        """Return a stored value as it was before it was sealed; one that cannot be opened condemns the pass."""
+        try:
+            return plain(data)
+        except (PayloadKeyError, JournalCorruptError) as error:
+            self.condemn(error)
+
+    def payload_of(self, wait: WaitEntry) -> bytes | None:
+        """Return the payload that settled a wait; a large one is read only now."""
+        data, run = wait.payload, self.attempt.token.run
+        if data is None and wait.size is not None:
+            try:
+                data = self.attempt.read(lambda guard: waits.payload(guard.conn, run, wait.key))
+            except Exit as how:
+                self.leave(how)
+        return None if data is None else self.opened(data)
 
     def is_fatal(self, error: BaseException) -> bool:
         """Say whether this pass was condemned by an error; branches may be so at the same time, each by its own."""

@@ -17,7 +17,7 @@ from umt_durable.engine.attempt import AlreadyRecordedError
 from umt_durable.engine.exits import Canceled, Exit
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.passing import IN_PROCESS_SECONDS, LONGEST, Pass
-from umt_durable.engine.replay import beside
+from umt_durable.engine.replay import beside, check_digest
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import DefinitionError, DurableError, EncodingError, JournalCorruptError, NonDeterminismError
 from umt_durable.failpoints import point
@@ -100,7 +100,7 @@ class Recorder:
         the_pass = self._pass
         fingerprint: bytes | None
         try:
-            fingerprint = codec.fingerprint(args, kwargs)
+            fingerprint = the_pass.database.vault.hash(codec.fingerprint(args, kwargs))
         except EncodingError as error:
             if not is_keyed:
                 raise EncodingError(
@@ -134,9 +134,21 @@ class Recorder:
         self.show_replay(recorded)
         if recorded.state is StepState.FAILED:
             assert recorded.error is not None
-            raise self._pass.exceptions.rebuild(failures.from_bytes(recorded.error))
-        assert recorded.result is not None
-        return codec.decode(recorded.result, annotation)
+            error = self._pass.opened(recorded.error)
+            raise self._pass.exceptions.rebuild(failures.from_bytes(error))
+        return codec.decode(self._pass.opened(self._result_of(recorded)), annotation)
+
+    def _result_of(self, recorded: StepEntry) -> bytes:
+        """Return a recorded result as it is stored; a large one is read only now."""
+        if recorded.result is not None:
+            return recorded.result
+        run, key = self._pass.attempt.token.run, recorded.key
+        found = self.guarded(lambda: self._pass.attempt.read(lambda guard: journal.result(guard.conn, run, key)))
+        try:
+            check_digest(key, found, recorded.digest)
+        except JournalCorruptError as error:
+            self._pass.condemn(error)
+        return found
 
     def show_replay(self, recorded: StepEntry) -> None:
         """Count that a step gave its outcome back, and show it in the application's tracers."""

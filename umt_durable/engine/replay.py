@@ -225,12 +225,10 @@ class Journal:
         entry = self._entries.get(key)
         if entry is None:
             return None
-        if entry.kind != kind or (
-            fingerprint is not None and entry.fingerprint is not None and entry.fingerprint != fingerprint
-        ):
+        if entry.kind != kind or differ(entry.fingerprint, fingerprint):
             raise NonDeterminismError(_describe(key, entry.kind, entry.fingerprint), _describe(key, kind, fingerprint))
-        if entry.result is not None and entry.digest is not None and _digest(entry.result) != entry.digest:
-            raise JournalCorruptError(f"the recorded result of step {key!r} does not match its digest")
+        if entry.result is not None:
+            check_digest(key, entry.result, entry.digest)
         return entry
 
     def add(self, entry: StepEntry) -> None:
@@ -273,8 +271,18 @@ def _plain(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL)
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+def check_digest(key: str, result: bytes, digest: bytes | None) -> None:
+    """Compare a recorded result, as it is stored, with what was recorded of it.
+
+    Errors: JournalCorruptError.
+    """
+    if digest is not None and hashlib.sha256(result).digest() != digest:
+        raise JournalCorruptError(f"the recorded result of step {key!r} does not match its digest")
+
+
+def differ(recorded: bytes | None, given: bytes | None) -> bool:
+    """Say whether two hashes of inputs show that these differ. A keyed one and a plain one show nothing."""
+    return recorded is not None and given is not None and len(recorded) == len(given) and recorded != given
 
 
 def _describe(key: str, kind: str, fingerprint: bytes | None) -> str:

@@ -103,8 +103,8 @@ class _Try:
 
         Errors: FencingError, seen by whatever is open around the transaction, when the record is refused.
         """
-        attempt, entry = self._pass.attempt, self._entry
-        with transaction(self._binding, self._pass.database.schema) as tx:
+        attempt, entry, database = self._pass.attempt, self._entry, self._pass.database
+        with transaction(self._binding, database.schema, database.vault) as tx:
             tx.bound.execute(f"SET LOCAL idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_MS}".encode())
             if not attempt.is_fresh():
                 attempt.enter(entry, explicit=True)  # opening the transaction took its time

@@ -97,7 +97,7 @@ def wait_for_fact(the_pass: Pass, wait: Wait, *, step_key: str | int | UUID | No
         if wait.default is MISSING:
             raise mark_recorded(FactTimeoutError(fact.name))
         return Fact(wait.default, "default")
-    return _read_fact(fact, entry)
+    return _read_fact(the_pass, fact, entry)
 
 
 def wait_for_group(the_pass: Pass, group: Group, *, step_key: str | int | UUID | None = None) -> list[Fact[Any]] | None:
@@ -116,7 +116,7 @@ def wait_for_group(the_pass: Pass, group: Group, *, step_key: str | int | UUID |
     if head.state is WaitState.TIMED_OUT:
         return None
     won = [
-        (entry.settled_at, entry.seq, _read_part(label, part, entry))
+        (entry.settled_at, entry.seq, _read_part(the_pass, label, part, entry))
         for (label, part), entry in zip(group.parts.items(), entries, strict=True)
         if entry.state in (WaitState.SATISFIED, WaitState.TIMED_OUT)
     ]
@@ -128,15 +128,16 @@ def _shape(group: Group) -> str:
     return json.dumps(["group", group.need, list(group.parts)], ensure_ascii=False)
 
 
-def _read_part(label: str | int, part: FactWait | Timer, entry: WaitEntry) -> Fact[Any]:
+def _read_part(the_pass: Pass, label: str | int, part: FactWait | Timer, entry: WaitEntry) -> Fact[Any]:
     if isinstance(part, Timer):
         return Fact(None, "timer", label)
-    return _read_fact(part, entry, label)
+    return _read_fact(the_pass, part, entry, label)
 
 
-def _read_fact(wait: FactWait, entry: WaitEntry, label: str | int | None = None) -> Fact[Any]:
+def _read_fact(the_pass: Pass, wait: FactWait, entry: WaitEntry, label: str | int | None = None) -> Fact[Any]:
+    data = the_pass.payload_of(entry)
     try:
-        payload = codec.decode(b"null" if entry.payload is None else entry.payload, wait.type)
+        payload = codec.decode(b"null" if data is None else data, wait.type)
     except DecodingError as error:
         raise mark_recorded(FactPayloadError(wait.name, str(error))) from None
     return Fact(payload, "check" if entry.fact is None else "fact", label)

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, assert_never
 
 from umt_durable import failpoints
 from umt_durable.database import Connection
+from umt_durable.payloads import opened
 from umt_durable.records import FactRecord, LockedRun
 from umt_durable.settings import Settings
 from umt_durable.states import RunState
@@ -135,7 +136,7 @@ def _record(conn: Connection, fact: FactRecord, kind: Kind, locked: LockedRun, d
 def reason_in(payload: bytes | None) -> str | None:
     """Return the reason in a payload. Whatever else stands there must not keep what was asked from being done."""
     try:
-        found = json.loads(payload or b"null")
+        found = json.loads(opened(payload) or b"null")
     except (ValueError, RecursionError):
         return None
     reason = found.get("reason") if isinstance(found, dict) else None

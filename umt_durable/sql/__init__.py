@@ -8,11 +8,13 @@ Arities: `maybe` (at most one row), `one`, `many`, `count` (the number of rows c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, Protocol, TypeAlias
+
+from umt_durable.payloads import Vault
 
 _HEAD = re.compile(r"^-- name: (?P<name>[a-z_]+) :(?P<arity>maybe|one|many|count)\s*$", re.MULTILINE)
 _COMMENT = re.compile(r"--[^\n]*")
@@ -39,10 +41,12 @@ class Cursor(Protocol):
 
 
 class SchemaConnection(Protocol):
-    """A connection of ours: it knows the schema its statements are rendered for."""
+    """A connection of ours: it knows the schema its statements are rendered for, and how payloads are stored."""
 
     @property
     def schema(self) -> str: ...
+    @property
+    def vault(self) -> Vault: ...
     def execute(self, query: bytes, params: Any = ..., *, prepare: bool | None = ..., binary: bool = ...) -> Any: ...
 
 
@@ -84,10 +88,10 @@ def typed(row: Row, place: int, kind: Callable[[Any], Any]) -> Row:
     return (*row[:place], None if value is None else kind(value), *row[place + 1 :])
 
 
-def _execute(conn: SchemaConnection, name: str, arity: str, params: dict[str, Any]) -> Any:
+def _execute(conn: SchemaConnection, name: str, arity: str, params: Mapping[str, Any]) -> Any:
     statement = statements(conn.schema)[name]
     assert statement.arity == arity, f"{name} is :{statement.arity}, not :{arity}"
-    return conn.execute(statement.text, params, binary=True)
+    return conn.execute(statement.text, conn.vault.sealed(params), binary=True)
 
 
 def maybe(conn: SchemaConnection, name: str, /, **params: Any) -> Row | None:

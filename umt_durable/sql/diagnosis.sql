@@ -61,19 +61,22 @@ SELECT greatest(
     (SELECT extract(epoch FROM max(w.deadline - r.created_at))
        FROM {schema}.wait AS w JOIN {schema}.run AS r ON r.no = w.run WHERE w.state = 'pending'))::float8
 
--- name: longest_in_chord :maybe
--- Say how many runs that chords wait for are parked for longer than a backend keeps a chord, for how many seconds at most
--- from their enqueuing to the end of their sleep or wait, and which is the first of these. A wait without end has none.
+-- name: parked_in_chords :many
+-- List the runs that chords wait for and that are parked for longer than a backend keeps a chord: id, and the seconds from
+-- their enqueuing to the end of their sleep or wait. A wait without end has none. Of a run whose message is sealed that
+-- is given as well: whether a chord waits for it is for the reader to see.
 -- Locks: none. Index: run_due, wait_pending.
-SELECT count(*), max(seconds), (array_agg(id ORDER BY seconds DESC))[1]
-  FROM (SELECT r.id, extract(epoch FROM greatest(r.wake_at, max(w.deadline), {schema}.now()) - r.created_at)::float8 AS seconds
+SELECT id, seconds, sealed
+  FROM (SELECT r.id, CASE WHEN substr(r.envelope, 1, 1) = '\x00'::bytea THEN r.envelope END AS sealed,
+               extract(epoch FROM greatest(r.wake_at, max(w.deadline), {schema}.now()) - r.created_at)::float8 AS seconds
           FROM {schema}.run AS r LEFT JOIN {schema}.wait AS w ON w.run = r.no AND w.state = 'pending'
          WHERE r.state IN ('sleeping', 'waiting', 'retrying') AND r.envelope IS NOT NULL
-           AND (json_typeof(convert_from(r.envelope, 'UTF8')::json -> 'chord') = 'object'
-                OR EXISTS (SELECT FROM json_array_elements(convert_from(r.envelope, 'UTF8')::json -> 'chain') AS follower (one)
-                            WHERE json_typeof(follower.one -> 'options' -> 'chord') = 'object'))
+           AND CASE WHEN substr(r.envelope, 1, 1) = '\x00'::bytea THEN true
+                    ELSE json_typeof(convert_from(r.envelope, 'UTF8')::json -> 'chord') = 'object'
+                         OR EXISTS (SELECT FROM json_array_elements(convert_from(r.envelope, 'UTF8')::json -> 'chain') AS follower (one)
+                                     WHERE json_typeof(follower.one -> 'options' -> 'chord') = 'object') END
          GROUP BY r.no) AS parked
- WHERE seconds > %(kept)s HAVING count(*) > 0
+ WHERE seconds > %(kept)s ORDER BY seconds DESC
 
 -- name: runs_with_priority :many
 -- Count by queue and task the runs under way that have a priority.

@@ -51,7 +51,7 @@ SELECT id FROM f
 -- earlier generation of the run has read.
 -- Locks: the address (held). Index: fact_address, fact_pkey, fact_read_pkey.
 SELECT count(*) FROM {schema}.fact AS f JOIN {schema}.fact AS g ON g.id = %(fact)s
- WHERE f.address = %(address)s AND f.id <> g.id AND f.routed_at IS NOT NULL AND f.payload IS DISTINCT FROM g.payload
+ WHERE f.address = %(address)s AND f.id <> g.id AND f.routed_at IS NOT NULL AND {schema}.differ(f.payload, g.payload)
    AND NOT EXISTS (SELECT 1 FROM {schema}.fact_read AS d WHERE d.run = %(run)s AND d.fact = f.id)
 
 -- name: unrouted_facts :many

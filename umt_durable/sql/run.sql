@@ -595,10 +595,12 @@ SELECT no, state FROM {schema}.run_view WHERE id = %(id)s ORDER BY nesting DESC
 SELECT args, codec FROM {schema}.run WHERE id = %(id)s AND nesting = %(nesting)s
 
 -- name: stamped_runs :many
--- List the next live runs whose message carries stamps. For a revoke by stamps, which is rare: it reads the whole table.
+-- List the next live runs whose message carries stamps, or is sealed, so that only its reader can say. For a revoke by
+-- stamps, which is rare: it reads the whole table.
 -- Locks: none. Index: run_pkey.
 SELECT no, id, envelope FROM {schema}.run
- WHERE no > %(after)s AND finished_at IS NULL AND position(convert_to('"stamps":', 'UTF8') IN envelope) > 0
+ WHERE no > %(after)s AND finished_at IS NULL
+   AND (position(convert_to('"stamps":', 'UTF8') IN envelope) > 0 OR substr(envelope, 1, 1) = '\x00'::bytea)
  ORDER BY no LIMIT %(limit)s
 
 -- name: lost_runs :many

@@ -159,17 +159,23 @@ SELECT cancel_at IS NOT NULL, EXISTS (SELECT 1 FROM s) FROM r
 
 -- name: read_journal :many
 -- Read the journal of a run in the order of its steps. Only after the claim has committed: before, a zombie's last
--- commit can be missed.
+-- commit can be missed. A result of more than `inline` bytes stays where it is, outside the row, and is not even read:
+-- of such a value the row has the length.
 -- Locks: none. Index: step_pkey.
-SELECT key, seq, kind, state, fingerprint, failures, fence, result, digest, error, wake_at, coalesce(wake_at <= {schema}.now(), false), started_at, finished_at,
-       extract(epoch FROM {schema}.now() - started_at)::float8
+SELECT key, seq, kind, state, fingerprint, failures, fence, CASE WHEN octet_length(result) <= %(inline)s THEN result END, digest, error, wake_at, coalesce(wake_at <= {schema}.now(), false), started_at, finished_at,
+       extract(epoch FROM {schema}.now() - started_at)::float8, octet_length(result)
   FROM {schema}.step WHERE run = %(run)s ORDER BY seq
 
 -- name: read_journal_under :many
 -- Read what is recorded for some items or branches of a step, and for all that was done within them.
 -- Locks: none. Index: step_pkey.
-SELECT key, seq, kind, state, fingerprint, failures, fence, result, digest, error, wake_at, coalesce(wake_at <= {schema}.now(), false), started_at, finished_at,
-       extract(epoch FROM {schema}.now() - started_at)::float8
+SELECT key, seq, kind, state, fingerprint, failures, fence, CASE WHEN octet_length(result) <= %(inline)s THEN result END, digest, error, wake_at, coalesce(wake_at <= {schema}.now(), false), started_at, finished_at,
+       extract(epoch FROM {schema}.now() - started_at)::float8, octet_length(result)
   FROM {schema}.step
  WHERE run = %(run)s AND EXISTS (SELECT 1 FROM unnest(%(keys)s::text[]) AS k WHERE key = k OR starts_with(key, k || '/'))
  ORDER BY seq
+
+-- name: read_result :one
+-- Read one result that the journal was read without.
+-- Locks: none. Index: step_pkey.
+SELECT result FROM {schema}.step WHERE run = %(run)s AND key = %(key)s

@@ -157,7 +157,7 @@ SELECT w.run, w.key
   JOIN {schema}.run AS r ON r.id = %(run_id)s
   JOIN {schema}.wait AS w ON w.run = r.no AND w.address = f.address AND w.mode = 'first' AND w.state = 'satisfied'
   JOIN {schema}.fact AS g ON g.id = w.fact
- WHERE f.id = %(fact)s AND g.id <> f.id AND g.payload IS DISTINCT FROM f.payload
+ WHERE f.id = %(fact)s AND g.id <> f.id AND {schema}.differ(g.payload, f.payload)
    AND NOT EXISTS (SELECT 1 FROM {schema}.fact_read AS d WHERE d.run = w.run AND d.fact = f.id)
 
 -- name: pending_waits :many
@@ -177,13 +177,21 @@ SELECT w.run, w.key, w.mode
 SELECT count(*) FROM {schema}.wait WHERE run = %(run)s AND key = ANY(%(keys)s) AND state <> 'pending'
 
 -- name: read_waits :many
--- Read the waits of a run, or some of them, with the payload that settled them, in the order they were registered.
+-- Read the waits of a run, or some of them, with the payload that settled them, in the order they were registered. One
+-- of more than `inline` bytes is not read: see read_journal.
 -- Locks: none. Index: wait_pkey, fact_pkey.
-SELECT w.key, w.seq, w.name, w.address, w.mode, w.deadline, w.state, w.fact, coalesce(f.payload, w.payload),
+SELECT w.key, w.seq, w.name, w.address, w.mode, w.deadline, w.state, w.fact,
+       CASE WHEN octet_length(coalesce(f.payload, w.payload)) <= %(inline)s THEN coalesce(f.payload, w.payload) END,
        coalesce(w.deadline <= {schema}.now(), false), w.created_at, w.settled_at, w.part_of, w.need, w.announced,
-       extract(epoch FROM {schema}.now() - w.created_at)::float8
+       extract(epoch FROM {schema}.now() - w.created_at)::float8, octet_length(coalesce(f.payload, w.payload))
   FROM {schema}.wait AS w LEFT JOIN {schema}.fact AS f ON f.id = w.fact
  WHERE w.run = %(run)s AND (%(keys)s::text[] IS NULL OR w.key = ANY(%(keys)s::text[])) ORDER BY w.seq
+
+-- name: read_payload :one
+-- Read one payload that the waits were read without.
+-- Locks: none. Index: wait_pkey, fact_pkey.
+SELECT coalesce(f.payload, w.payload)
+  FROM {schema}.wait AS w LEFT JOIN {schema}.fact AS f ON f.id = w.fact WHERE w.run = %(run)s AND w.key = %(key)s
 
 -- name: missed_waits :many
 -- Of the next `limit` pending waits, list those that a routed fact already satisfies: each would be a lost wake-up (RG-9).

@@ -20,4 +20,7 @@ def look(guard: Guard) -> tuple[bool, AttemptOutcome | None]:
 
 def of_run(conn: Connection, run: int) -> list[AttemptRecord]:
     """Read the grants of a run, the first one first."""
-    return [AttemptRecord(*sql.typed(row, 4, AttemptOutcome)) for row in sql.many(conn, "list_attempts", run=run)]
+    return [
+        AttemptRecord(*sql.typed((*row[:5], conn.vault.readable(row[5])), 4, AttemptOutcome))
+        for row in sql.many(conn, "list_attempts", run=run)
+    ]

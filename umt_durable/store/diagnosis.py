@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -169,10 +169,13 @@ def longest_parked(conn: Connection) -> float | None:
     return seconds
 
 
-def parked_in_chords(conn: Connection, kept_seconds: float) -> ParkedInChord | None:
+def parked_in_chords(
+    conn: Connection, kept_seconds: float, is_awaited: Callable[[bytes], bool]
+) -> ParkedInChord | None:
     """Find the runs that chords wait for and that are parked for longer than a backend keeps these."""
-    row = sql.maybe(conn, "longest_in_chord", kept=kept_seconds)
-    return None if row is None else ParkedInChord(*row)
+    rows = sql.many(conn, "parked_in_chords", kept=kept_seconds)
+    found = [(id, seconds) for id, seconds, sealed in rows if sealed is None or is_awaited(sealed)]
+    return ParkedInChord(len(found), found[0][1], found[0][0]) if found else None
 
 
 def with_priority(conn: Connection) -> list[RunsWithPriority]:

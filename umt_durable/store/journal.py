@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Final
 
 from umt_durable import sql
 from umt_durable.database import Connection
 from umt_durable.records import StepEntry
 from umt_durable.states import StepKind, StepState
 from umt_durable.store.guard import Guard
+
+INLINE_BYTES: Final = 262_144
+"""Longer values stay in the database until they are asked for: a run with a thousand of them resumes without them."""
+MOST_BYTES: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +175,22 @@ def resend(guard: Guard, entry: Entry, *, again: timedelta) -> Started | None:
     return None if row is None else Started(bool(row[0]), bool(row[1]))
 
 
-def read(conn: Connection, run: int) -> list[StepEntry]:
-    """Read the journal of a run in the order of its steps."""
-    return [StepEntry(*sql.typed(row, 3, StepState)) for row in sql.many(conn, "read_journal", run=run)]
+def read(conn: Connection, run: int, *, inline: int | None = INLINE_BYTES) -> list[StepEntry]:
+    """Read the journal of a run in the order of its steps.
+
+    Units: results of more than `inline` bytes are left out; None: none is.
+    """
+    rows = sql.many(conn, "read_journal", run=run, inline=MOST_BYTES if inline is None else inline)
+    return [StepEntry(*sql.typed(row, 3, StepState)) for row in rows]
 
 
 def read_under(conn: Connection, run: int, keys: Sequence[str]) -> list[StepEntry]:
     """Read what is recorded for some items or branches of a step, and for all that was done within them."""
-    rows = sql.many(conn, "read_journal_under", run=run, keys=list(keys))
+    rows = sql.many(conn, "read_journal_under", run=run, keys=list(keys), inline=INLINE_BYTES)
     return [StepEntry(*sql.typed(row, 3, StepState)) for row in rows]
+
+
+def result(conn: Connection, run: int, key: str) -> bytes:
+    """Read a result that the journal was read without."""
+    data: bytes = sql.one(conn, "read_result", run=run, key=key)[0]
+    return data

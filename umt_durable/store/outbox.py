@@ -186,14 +186,15 @@ def refuse(
 ) -> OutboxStatus | None:
     """Put a refused row back for later, or aside as dead; None when someone else has it.
 
-    Shape: `reason` may be any text; what Postgres cannot store of it is replaced.
+    Shape: `reason` may be any text; what Postgres cannot store of it is replaced. Where payloads are sealed, only the
+    name of the error is kept.
     """
     row = sql.maybe(
         conn,
         "refuse_event",
         id=id,
         relay=relay,
-        reason=texts.storable(reason),
+        reason=texts.storable(conn.vault.headline(reason)),
         delay=timedelta(seconds=delay_seconds),
         max_attempts=max_attempts,
     )

@@ -10,6 +10,7 @@ from uuid import UUID
 from umt_durable import sql, texts
 from umt_durable.codec import Encoded
 from umt_durable.database import Connection
+from umt_durable.payloads import PLAIN, Sealed, Vault
 from umt_durable.records import (
     Child,
     Enqueued,
@@ -337,10 +338,11 @@ def insert_retry(conn: Connection, parameters: dict[str, Any]) -> bool:
     return sql.maybe(conn, "insert_retry", **parameters) is not None
 
 
-def read_to_retry(row: Sequence[Any]) -> RetriedRun:
-    """Read a row of the statement `run_to_retry`."""
+def read_to_retry(row: Sequence[Any], vault: Vault = PLAIN) -> RetriedRun:
+    """Read a row of the statement `run_to_retry`; the vault is for one that a caller's connection has read."""
     no, id, nesting, state, envelope = row
-    return RetriedRun(RunNo(no), id, nesting, RunState(state), None if envelope is None else bytes(envelope))
+    held = envelope if envelope is None or isinstance(envelope, Sealed) else vault.hold(bytes(envelope))
+    return RetriedRun(RunNo(no), id, nesting, RunState(state), held)
 
 
 def retry_parameters(
@@ -430,7 +432,7 @@ def of_id(conn: Connection, id: str) -> list[tuple[int, RunState]]:
 def arguments(conn: Connection, id: str, nesting: int) -> tuple[bytes, int] | None:
     """Read the arguments of a run and their codec; None when there is no such run."""
     row = sql.maybe(conn, "arguments_of_run", id=id, nesting=nesting)
-    return None if row is None else (bytes(row[0]), int(row[1]))
+    return None if row is None else (row[0], int(row[1]))
 
 
 def lost(conn: Connection, *, limit: int, after: int = 0) -> list[Candidate]:
@@ -577,8 +579,8 @@ def count_ready(conn: Connection) -> list[tuple[str | None, str, int]]:
 
 
 def stamped(conn: Connection, *, after: int, limit: int) -> list[tuple[int, str, bytes]]:
-    """List (no, id, envelope) of the next live runs, beyond a given number, whose message carries stamps."""
-    return [(row[0], row[1], bytes(row[2])) for row in sql.many(conn, "stamped_runs", after=after, limit=limit)]
+    """List (no, id, envelope) of the next live runs, beyond a given number, whose message has stamps or is sealed."""
+    return [(row[0], row[1], row[2]) for row in sql.many(conn, "stamped_runs", after=after, limit=limit)]
 
 
 def asked_claims(conn: Connection, worker: UUID) -> list[tuple[UUID, str | None, str]]:

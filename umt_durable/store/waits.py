@@ -13,6 +13,7 @@ from umt_durable.database import Connection
 from umt_durable.records import Awaited, WaitEntry
 from umt_durable.states import WaitState
 from umt_durable.store.guard import Guard
+from umt_durable.store.journal import INLINE_BYTES, MOST_BYTES
 
 
 def run_address(run_id: str, name: str) -> str:
@@ -190,10 +191,22 @@ def count_settled(conn: Connection, run: int, keys: Sequence[str]) -> int:
     return int(sql.one(conn, "count_settled", run=run, keys=list(keys))[0])
 
 
-def of_run(conn: Connection, run: int, keys: Sequence[str] | None = None) -> list[WaitEntry]:
-    """Read the waits of a run, or those with some keys, in the order they were registered."""
-    rows = sql.many(conn, "read_waits", run=run, keys=None if keys is None else list(keys))
+def of_run(
+    conn: Connection, run: int, keys: Sequence[str] | None = None, *, inline: int | None = INLINE_BYTES
+) -> list[WaitEntry]:
+    """Read the waits of a run, or those with some keys, in the order they were registered.
+
+    Units: payloads of more than `inline` bytes are left out; None: none is.
+    """
+    most = MOST_BYTES if inline is None else inline
+    rows = sql.many(conn, "read_waits", run=run, keys=None if keys is None else list(keys), inline=most)
     return [WaitEntry(*sql.typed(row, 6, WaitState)) for row in rows]
+
+
+def payload(conn: Connection, run: int, key: str) -> bytes:
+    """Read a payload that the waits were read without."""
+    data: bytes = sql.one(conn, "read_payload", run=run, key=key)[0]
+    return data
 
 
 Place: TypeAlias = tuple[str, int, str]  # address, run and key of a wait
