@@ -129,7 +129,9 @@ def build(environ: Mapping[str, str] | None = None) -> Tasks:
 
 
 def _given(environ: Mapping[str, str]) -> dict[str, Any]:
-    names = ("DURABLE_DATABASE_URL", "DURABLE_SCHEMA", "DURABLE_LEASE_SECONDS", "DURABLE_EMBEDDED")
+    names = tuple(
+        f"DURABLE_{name}" for name in ("DATABASE_URL", "SCHEMA", "LEASE_SECONDS", "EMBEDDED", "PAYLOAD_CODEC")
+    )
     return {name.removeprefix("DURABLE_").lower(): environ[name] for name in names if name in environ}
 
 
