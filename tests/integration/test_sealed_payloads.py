@@ -77,7 +77,7 @@ def test_no_column_of_any_table_shows_what_a_run_was_given_did_and_failed_with(
             ctx.step.map("all", lambda item: f"{item}{CANARY}", ["a", "b"], key=lambda item: item),
             ctx.step.transaction("book", lambda tx: CANARY),
             ctx.step.effect("pay", lambda info: CANARY, policy=Policy.IDEMPOTENT_KEY),
-            ctx.step.parallel("fan", {"left": lambda: ctx.step.run("in", lambda: CANARY)}),
+            ctx.step.parallel({"left": lambda: ctx.step.run("in", lambda: CANARY)}),
             ctx.step.wait_for_fact("seen").payload,
         ]
         try:
