@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         OpConflictError,
         OpFailedError,
         OpStateError,
+        PayloadKeyError,
         PrivilegeError,
         RunExistsError,
         SchemaError,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         WrongStatusError,
     )
     from umt_durable.migrate import migrate_engine_schema
+    from umt_durable.payloads import PayloadCodec
     from umt_durable.records import Op, OutboxEvent, Run
     from umt_durable.settings import Settings
     from umt_durable.states import OpState, RunState
@@ -108,6 +110,8 @@ __all__ = [
     "Outbox",
     "OutboxEvent",
     "OutboxRelay",
+    "PayloadCodec",
+    "PayloadKeyError",
     "Policy",
     "PollPolicy",
     "PrivilegeError",
@@ -161,6 +165,7 @@ _HOMES: Final = {
     "engine.waitables": ("Fact", "FactAddress", "FactWait", "PollPolicy", "Timer"),
     "migrate": ("migrate_engine_schema",),
     "records": ("Op", "OutboxEvent", "Run"),
+    "payloads": ("PayloadCodec",),
     "settings": ("Settings",),
     "states": ("OpState", "RunState"),
 }

@@ -46,7 +46,7 @@ ALL: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
 VIEWS: Final = (
     *("run_view", "attempt_view", "step_view", "wait_view", "fact_view", "outbox_view", "op_view", "worker_view"),
-    *("key_view", "audit_view"),
+    *("key_view", "audit_view", "payload_keys"),
 )
 
 RELATIONS: Final[Mapping[Role, Mapping[str, tuple[str, ...]]]] = {
@@ -69,7 +69,7 @@ FUNCTIONS: Final[Mapping[Role, tuple[str, ...] | None]] = {
         *("enqueue_run", "signal_run", "emit_fact", "emit_event", "keep_message", "now"),
     ),
     Role.WORKER: None,
-    Role.UI: ("now",),
+    Role.UI: ("now", "key_of"),
 }
 """The functions that a role may call; None is all of them."""
 

@@ -30,7 +30,7 @@ _UNMARKED: Final = bytes(MARK_BYTES)
 # The parameters of our statements that hold users' values, alone or as lists of them.
 VALUES: Final = frozenset({"args", "envelope", "result", "error", "payload", "envelopes", "results", "errors"})
 TEXTS: Final = frozenset({"summary"})
-HASHES: Final = frozenset({"key_hash"})
+HASHES: Final = frozenset({"key_hash", "key_given"})
 IN_CLEAR: Final = frozenset({"umt.cancel", "umt.retry", "umt.pause", "umt.resume"})
 """Facts by which people ask something of a run. Their one value, the reason, stands in the audit in clear as well."""
 _DIGESTS: Final = {"result": "digest", "results": "digests", "args": "digest"}

@@ -486,10 +486,36 @@ PRIVILEGES = """
 REVOKE ALL ON ALL FUNCTIONS IN SCHEMA {schema} FROM PUBLIC;
 """
 
+SEALED = """
+-- The id of the key that a payload is sealed with; null where it is in clear. See `umt_durable/payloads.py`.
+CREATE FUNCTION {schema}.key_of(payload bytea) RETURNS text LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN CASE WHEN substr(payload, 1, 1) = '\\x00'
+                THEN convert_from(substr(payload, 20, get_byte(substr(payload, 19, 1), 0)), 'UTF8') END;
+
+-- How many payloads each key has sealed, and how many are in clear (a null key). No payload and no part of one.
+CREATE VIEW {schema}.payload_keys AS
+    SELECT place, {schema}.key_of(payload) AS key, count(*) AS payloads
+      FROM (SELECT 'run.args', args FROM {schema}.run
+            UNION ALL SELECT 'run.envelope', envelope FROM {schema}.run
+            UNION ALL SELECT 'run.result', result FROM {schema}.run
+            UNION ALL SELECT 'run.error', error FROM {schema}.run
+            UNION ALL SELECT 'attempt.error', decode(substr(error, 8), 'base64') FROM {schema}.attempt
+                       WHERE starts_with(error, 'sealed:')
+            UNION ALL SELECT 'step.result', result FROM {schema}.step
+            UNION ALL SELECT 'step.error', error FROM {schema}.step
+            UNION ALL SELECT 'wait.payload', payload FROM {schema}.wait
+            UNION ALL SELECT 'fact.payload', payload FROM {schema}.fact
+            UNION ALL SELECT 'op_ledger.result', result FROM {schema}.op_ledger
+            UNION ALL SELECT 'op_ledger.error', error FROM {schema}.op_ledger
+            UNION ALL SELECT 'outbox_event.payload', payload FROM {schema}.outbox_event) AS each (place, payload)
+     WHERE payload IS NOT NULL
+     GROUP BY place, key;
+"""
+
 
 def upgrade(schema: str) -> None:
     """Create everything of the first revision."""
     # What the texts below mean is decided by our schema and Postgres's own, not by whatever the migrator can see.
     op.execute("SET LOCAL search_path = pg_catalog")
-    for part in (CLOCK, RUN, JOURNAL, LEDGER, OUTBOX, AUDIT, FUNCTIONS, API.read_text("utf-8"), PRIVILEGES):
+    for part in (CLOCK, RUN, JOURNAL, LEDGER, OUTBOX, AUDIT, FUNCTIONS, API.read_text("utf-8"), SEALED, PRIVILEGES):
         op.execute(ddl(part, schema))

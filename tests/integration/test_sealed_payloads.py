@@ -51,7 +51,11 @@ def engines(settings: Settings) -> Iterator[Make]:
 def _naps(engine: Engine, entered: list[str]) -> None:
     @engine.task("naps")
     def naps(ctx: TaskContext, card: str) -> str:
-        kept = ctx.step.run("keep", lambda given: entered.append("keep") or f"{given}!", card)  # type: ignore[func-returns-value]
+        def keep(given: str) -> str:
+            entered.append("keep")
+            return f"{given}!"
+
+        kept = ctx.step.run("keep", keep, card)
         ctx.step.sleep("nap", timedelta(minutes=1))
         return f"{kept}?"
 
@@ -324,7 +328,11 @@ def test_a_retried_run_takes_over_what_was_sealed(engines: Make, clock: Clock) -
 
     @old.task("t")
     def body(ctx: TaskContext, card: str) -> str:
-        kept = ctx.step.run("keep", lambda: entered.append(card) or card)  # type: ignore[func-returns-value]
+        def keep() -> str:
+            entered.append(card)
+            return card
+
+        kept = ctx.step.run("keep", keep)
         if broken[0]:
             raise ValueError(CANARY)
         return kept
@@ -363,3 +371,14 @@ def test_the_command_line_decodes_with_the_apps_codec_and_says_sealed_without(
         assert document["error"] == "<sealed with the key 'new', which is not known here>"
         assert CANARY not in shown
         assert CANARY not in cli("show", run_id).stdout
+
+
+def test_the_view_counts_what_each_key_has_sealed(engines: Make, conn: Connection, schema: str) -> None:
+    old, both, plain = engines(ONLY_OLD), engines(BOTH), engines(None)
+    _naps(old, [])
+    for engine in (old, both, plain):
+        engine.run("naps", "a")
+
+    rows = conn.execute(f"SELECT place, key, payloads FROM {schema}.payload_keys ORDER BY 1, 2".encode()).fetchall()
+
+    assert rows == [(place, key, 1) for place in ("run.args", "step.result") for key in ("new", "old", None)]

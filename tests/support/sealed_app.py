@@ -35,7 +35,7 @@ def build(environ: Mapping[str, str] | None = None) -> Sealed:
     app = Celery("umt-sealed", broker=environ.get("CELERY_BROKER_URL"), backend=environ.get("CELERY_RESULT_BACKEND"))
     app.conf.update(task_default_queue=QUEUE, worker_prefetch_multiplier=1, broker_connection_retry_on_startup=True)
     names = ("DATABASE_URL", "SCHEMA", "LEASE_SECONDS", "EMBEDDED", "PAYLOAD_CODEC")
-    given = {name.lower(): environ[f"DURABLE_{name}"] for name in names if f"DURABLE_{name}" in environ}
+    given: dict[str, Any] = {name.lower(): environ[f"DURABLE_{name}"] for name in names if f"DURABLE_{name}" in environ}
     durable = Durable(app, **given)
 
     @app.task(name="sealed.note", shared=False)

@@ -245,7 +245,7 @@ class Client(Access):
         if who is None:
             return self._do(lambda own: runs.to_fork(own, run_id, step))
         row = who.one(self._text("run_to_fork"), {"run": run_id, "step": step})
-        return None if row is None else runs.read_to_fork(row)
+        return None if row is None else runs.read_to_fork(row, self._database.vault)
 
     def pause(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> UUID:
         """Have a run stand still until it is resumed, and return the id of the fact that says so.

@@ -140,8 +140,8 @@ class Execution:
             encoded = schema.encode(args, kwargs)
         else:
             encoded = codec.encode_arguments(args, kwargs, where=f"the arguments of {self._definition.name}")
-        digest, hash = hashlib.sha256(self._grant.args).digest(), schema.input_hash(encoded.data)
-        self._attempt.read(lambda guard: runs.pin_input(guard, digest=digest, hash=hash))
+        digest, key_hash = hashlib.sha256(self._grant.args).digest(), schema.input_hash(encoded.data)
+        self._attempt.read(lambda guard: runs.pin_input(guard, digest=digest, key_hash=key_hash))
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pass:
         """Read the journal and make the pass. Only after the claim: before it, a zombie's last commit can be missed."""

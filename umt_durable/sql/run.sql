@@ -58,7 +58,7 @@ k AS MATERIALIZED (
      WHERE k.run = r.id AND k.task = r.task AND k.input_hash IS NULL AND k.task <> ''
        FOR UPDATE OF k SKIP LOCKED),
 h AS (
-    UPDATE {schema}.idempotency_key AS i SET input_hash = %(hash)s FROM k WHERE i.task = k.task AND i.key = k.key)
+    UPDATE {schema}.idempotency_key AS i SET input_hash = %(key_hash)s FROM k WHERE i.task = k.task AND i.key = k.key)
 UPDATE {schema}.run SET digest = %(digest)s FROM r WHERE run.no = r.no
 RETURNING run.no
 

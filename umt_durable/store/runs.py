@@ -115,9 +115,9 @@ def claim(
     return Grant(Token(RunNo(no), fence, claim), *rest)
 
 
-def pin_input(guard: Guard, *, digest: bytes, hash: bytes) -> bool:
+def pin_input(guard: Guard, *, digest: bytes, key_hash: bytes) -> bool:
     """Record what a run that SQL started was given, for later starts with its key; False when the grant has ended."""
-    return sql.maybe(guard.conn, "pin_input", digest=digest, hash=hash, **guard.key) is not None
+    return sql.maybe(guard.conn, "pin_input", digest=digest, key_hash=key_hash, **guard.key) is not None
 
 
 def prove(guard: Guard) -> bool | None:
@@ -341,8 +341,7 @@ def insert_retry(conn: Connection, parameters: dict[str, Any]) -> bool:
 def read_to_retry(row: Sequence[Any], vault: Vault = PLAIN) -> RetriedRun:
     """Read a row of the statement `run_to_retry`; the vault is for one that a caller's connection has read."""
     no, id, nesting, state, envelope = row
-    held = envelope if envelope is None or isinstance(envelope, Sealed) else vault.hold(bytes(envelope))
-    return RetriedRun(RunNo(no), id, nesting, RunState(state), held)
+    return RetriedRun(RunNo(no), id, nesting, RunState(state), _held(envelope, vault))
 
 
 def retry_parameters(
@@ -365,11 +364,14 @@ def insert_fork(conn: Connection, parameters: dict[str, Any]) -> bool:
     return sql.maybe(conn, "insert_fork", **parameters) is not None
 
 
-def read_to_fork(row: Sequence[Any]) -> ForkedRun:
-    """Read a row of the statement `run_to_fork`."""
+def read_to_fork(row: Sequence[Any], vault: Vault = PLAIN) -> ForkedRun:
+    """Read a row of the statement `run_to_fork`; the vault is for one that a caller's connection has read."""
     no, id, nesting, state, envelope, seq = row
-    kept = None if envelope is None else bytes(envelope)
-    return ForkedRun(RunNo(no), id, nesting, RunState(state), kept, seq)
+    return ForkedRun(RunNo(no), id, nesting, RunState(state), _held(envelope, vault), seq)
+
+
+def _held(data: Any, vault: Vault) -> bytes | None:
+    return data if data is None or isinstance(data, Sealed) else vault.hold(bytes(data))
 
 
 def fork_parameters(
