@@ -37,6 +37,7 @@ MATRIX = (
     "tests/celery/test_revoke_families.py",
     "tests/celery/test_parallel_runs.py",
     "tests/celery/test_existing_tasks.py",
+    "tests/celery/test_sealed_runs.py",
     "tests/e2e/test_adopt.py",
     "tests/smoke/nodes",
     "tests/smoke/containers",

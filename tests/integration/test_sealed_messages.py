@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from uuid import uuid4
 
@@ -99,6 +100,7 @@ def test_i1_a_relay_without_the_key_puts_rows_back_and_one_with_it_sends_them(
 
     row = sealed.durable.outbox.get(event)
     assert (row.status, row.attempts) == (OutboxStatus.PENDING, 1)
+    assert row.payload == json.dumps({"card": CANARY}, separators=(",", ":")).encode()
     assert row.reason is not None
     assert row.reason.startswith("PayloadKeyError")
     assert leaks(conn, schema) == []

@@ -319,6 +319,7 @@ def test_i15_another_request_of_an_effect_is_told_and_its_answer_is_shared(engin
     assert failure.type == OpConflictError.__name__
     op = both.client.ops.get("pay")
     assert both.client.ops.result(op) == CANARY
+    assert op.result == json.dumps(CANARY).encode()
 
 
 def test_a_retried_run_takes_over_what_was_sealed(engines: Make, clock: Clock) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from umt_durable.errors import (
     OpStateError,
     UnknownOpError,
 )
+from umt_durable.payloads import opened
 from umt_durable.records import Op
 from umt_durable.services import release
 from umt_durable.settings import Settings
@@ -32,6 +34,11 @@ CALL_SECONDS = 10.0
 MAX_PAGE = 1000
 MAX_COMMENT = 1000
 UNSETTLED = (OpState.OPEN, OpState.UNCERTAIN)
+
+
+def _opened(op: Op) -> Op:
+    """Return an op with its answer as it was before it was sealed, where that can be had here."""
+    return replace(op, result=opened(op.result), error=opened(op.error))
 
 
 class Ops:
@@ -61,7 +68,8 @@ class Ops:
         except ValueError as error:
             raise DefinitionError(str(error)) from None
         within = namespace or self._settings.op_namespace
-        return self._do(lambda conn: ledger.page(conn, within, states=wanted, after=after, limit=limit))
+        found = self._do(lambda conn: ledger.page(conn, within, states=wanted, after=after, limit=limit))
+        return [_opened(op) for op in found]
 
     def get(self, op_key: str, *, namespace: str | None = None) -> Op:
         """Read one op.
@@ -72,7 +80,7 @@ class Ops:
         found = self._do(lambda conn: ledger.read(conn, op))
         if found is None:
             raise UnknownOpError(op.namespace, op_key)
-        return found
+        return _opened(found)
 
     def failure(self, op: Op) -> Failure | None:
         """Return why an op failed, or is uncertain."""

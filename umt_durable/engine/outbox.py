@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, Final, TypeVar
 from uuid import UUID, uuid4
@@ -11,6 +12,7 @@ from umt_durable import codec, texts, tracing
 from umt_durable.database import Connection
 from umt_durable.engine.client import MAX_PAGE, Access
 from umt_durable.errors import DefinitionError, IdempotencyConflictError, UnknownEventError
+from umt_durable.payloads import opened
 from umt_durable.records import OutboxEvent
 from umt_durable.session import caller
 from umt_durable.states import OutboxType
@@ -20,6 +22,11 @@ T = TypeVar("T")
 
 RESERVED: Final = "umt."
 REPLAY_BATCH: Final = 1000
+
+
+def _opened(row: OutboxEvent) -> OutboxEvent:
+    """Return a row with its payload as it was before it was sealed, where that can be had here."""
+    return replace(row, payload=opened(row.payload))
 
 
 class OutboxClient(Access):
@@ -77,7 +84,7 @@ class OutboxClient(Access):
         found = self._do(lambda conn: outbox.get(conn, id))
         if found is None:
             raise UnknownEventError(event)
-        return found
+        return _opened(found)
 
     def dead(self, *, type: str | None = None, limit: int = 100, before: UUID | str | None = None) -> list[OutboxEvent]:
         """Read a page of the rows that were given up, the newest first. `before` is the id of the last one seen.
@@ -88,7 +95,8 @@ class OutboxClient(Access):
         if not 1 <= limit <= MAX_PAGE:
             raise DefinitionError(f"limit must be from 1 to {MAX_PAGE}, not {limit}")
         last = None if before is None else self.get(before)
-        return self._do(lambda conn: outbox.dead(conn, type=type, before=last, limit=limit))
+        rows = self._do(lambda conn: outbox.dead(conn, type=type, before=last, limit=limit))
+        return [_opened(row) for row in rows]
 
     def replay(self, event: UUID | str | None = None, *, type: str | None = None) -> int:
         """Put a dead row, or all dead rows of a type, back as if it had never been tried; return how many those were.
