@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -15,7 +16,7 @@ from tests.integration.cli_kit import cli_for
 from tests.support.clock import Clock
 from tests.support.engine import Engine
 from tests.support.sealing import BOTH, CANARY, IN_CLEAR, ONLY_NEW, ONLY_OLD, WITH_OLD, leaks
-from umt_durable import OpInfo, Policy, telemetry
+from umt_durable import OpInfo, Policy, sql, telemetry
 from umt_durable.contrib.encryption import Encryption
 from umt_durable.database import Connection, Database
 from umt_durable.engine.context import TaskContext
@@ -383,3 +384,29 @@ def test_the_view_counts_what_each_key_has_sealed(engines: Make, conn: Connectio
     rows = conn.execute(f"SELECT place, key, payloads FROM {schema}.payload_keys ORDER BY 1, 2".encode()).fetchall()
 
     assert rows == [(place, key, 1) for place in ("run.args", "step.result") for key in ("new", "old", None)]
+
+
+def test_a_sealed_run_takes_the_statements_of_a_plain_one(
+    engines: Make, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: Counter[str] = Counter()
+    execute = sql._execute
+
+    def counting(conn: Any, name: str, arity: str, params: Any) -> Any:
+        counted[name] += 1
+        return execute(conn, name, arity, params)
+
+    monkeypatch.setattr(sql, "_execute", counting)
+    # Of the others, proofs depend on how fast the machine is, and leases on the time.
+    of_runs = ("enqueue_run", "claim_run", "read_journal", "read_waits", "commit_step", "start_sleep", "finish_run")
+    taken: list[list[int]] = []
+    for engine in (engines(None), engines(BOTH)):
+        if not taken:
+            _naps(engine, [])
+        counted.clear()
+        run_id, _ = engine.run("naps", "a")
+        _wake(engine, clock)
+        engine.process().deliver(run_id, "naps")
+        taken.append([counted[name] for name in (*of_runs, "read_result", "read_payload")])
+
+    assert taken == [[1, 2, 1, 1, 1, 1, 1, 0, 0]] * 2
