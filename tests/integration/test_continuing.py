@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration import service_kit as kit
-from tests.integration.test_engine_awaiting import Outside
+from tests.integration.awaiting_kit import Outside
 from tests.integration.test_engine_children import Offspring
 from tests.support.clock import Clock
 from tests.support.engine import Engine, Gate, RecordingReporter, dying_at, in_thread, take_over

@@ -81,10 +81,11 @@ def at(roles: Roles) -> Iterator[dict[Role, At]]:
 
 TABLES = {
     "run": "SIU",
-    "attempt": "SIU",
-    "step": "SIU",
-    "wait": "SIU",
+    "attempt": "SIUD",
+    "step": "SIUD",
+    "wait": "SIUD",
     "fact": "SIU",
+    "fact_read": "SI",
     "outbox_event": "SIUD",
     "op_ledger": "SIU",
     "worker": "SIUD",
@@ -96,7 +97,8 @@ TABLES = {
 }
 """What a worker may do with each table; nobody else may do anything with them, but read the revision."""
 VIEWS = [
-    f"{name}_view" for name in ("run", "attempt", "step", "wait", "fact", "outbox", "op", "worker", "key", "audit")
+    *(f"{name}_view" for name in ("run", "attempt", "step", "wait", "fact", "outbox", "op", "worker", "key", "audit")),
+    "payload_keys",
 ]
 OPEN = {
     *("enqueue", "signal", "emit", "cancel", "emit_outbox", "lookup", "check_text", "check_payload", "check_start"),
@@ -139,7 +141,7 @@ def test_the_matrix_of_roles_and_functions_is_exactly_this(roles: Roles, admin: 
         *(roles.names[role], admin.schema),
     )
     every = {name for name, *_ in found}
-    allowed = {Role.APP: OPEN, Role.WORKER: every, Role.UI: {"now"}}[role]
+    allowed = {Role.APP: OPEN, Role.WORKER: every, Role.UI: {"now", "key_of"}}[role]
 
     assert {name for name, may, _ in found if may} == allowed
     assert {name for name, _, definer in found if definer} == {

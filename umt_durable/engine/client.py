@@ -26,7 +26,7 @@ from umt_durable.errors import (
     WrongStatusError,
 )
 from umt_durable.failpoints import point
-from umt_durable.payloads import opened, plain
+from umt_durable.payloads import opened
 from umt_durable.records import (
     AttemptRecord,
     AuditRecord,
