@@ -31,8 +31,8 @@ def awaited(worker_env: dict[str, str]) -> Iterator[Awaited]:
     awaited.app.close()
 
 
-def _fans_out(awaited: Awaited, body_log: BodyLog, count: int, timeout: float) -> None:
-    run = awaited.fan.delay(count)
+def _fans_out(awaited: Awaited, body_log: BodyLog, count: int, timeout: float, *, by_map: bool = False) -> None:
+    run = (awaited.spread if by_map else awaited.fan).delay(count)
     assert run.get(timeout=timeout) == sum(2 * value for value in range(count))
     assert body_log.count(step="double") == count
     assert body_log.count(run.id, "sum") == 1
@@ -52,6 +52,45 @@ def test_i17_ten_thousand_children_wake_their_parent_once(
 ) -> None:
     start_worker(app=APP, pool="prefork", concurrency=2)
     _fans_out(awaited, body_log, 10_000, timeout=1_800)
+
+
+def test_i17_a_map_on_workers_wakes_its_parent_once(
+    awaited: Awaited, start_worker: Callable[..., Worker], body_log: BodyLog
+) -> None:
+    start_worker(app=APP, pool="threads", concurrency=4)
+    _fans_out(awaited, body_log, 300, timeout=120, by_map=True)
+
+
+@pytest.mark.long
+def test_i17_a_map_of_ten_thousand_items_on_workers_wakes_its_parent_once(
+    awaited: Awaited, start_worker: Callable[..., Worker], body_log: BodyLog
+) -> None:
+    start_worker(app=APP, pool="prefork", concurrency=2)
+    _fans_out(awaited, body_log, 10_000, timeout=1_800, by_map=True)
+
+
+def test_i17_a_map_on_workers_loses_no_item_and_makes_no_twin_by_kills(
+    awaited: Awaited,
+    start_worker: Callable[..., Worker],
+    worker_env: dict[str, str],
+    body_log: BodyLog,
+    gates: Gates,
+    tmp_path: Path,
+) -> None:
+    worker_env[ENVIRONMENT] = (
+        f"child.insert.a=kill;file:{tmp_path / 'insert'},finish.commit.a=kill;nth=3;file:{tmp_path / 'end'}"
+    )
+    gates.close("working")
+    worker = start_worker(app=APP, pool="prefork", concurrency=2)
+    run = awaited.spread.delay(7, "working", 3)
+    gates.wait("working", processes=2)
+    worker.kill_child()
+    gates.open("working")
+
+    assert run.get(timeout=120) == sum(2 * value for value in range(7))
+    assert (tmp_path / "insert").exists()
+    assert len(awaited.durable.list(task="awaited.of-pair", limit=100)) == 7
+    assert body_log.count(run.id, "sum") == 1
 
 
 def test_i17_kills_and_a_wiped_broker_make_no_twins_and_lose_none(

@@ -28,6 +28,7 @@ class Awaited:
     canvas: Any
     double: Any
     fan: Any
+    spread: Any
     swapped: Any
     tree: Any
 
@@ -120,6 +121,18 @@ def _families(durable: Durable) -> dict[str, Any]:
         found = ctx.step.gather("all", [double.s(value, gate) for value in range(count)])
         return ctx.step.run("sum", log_and_pass, "sum", sum(found))
 
+    @durable.task(name="awaited.spread")
+    def spread(ctx: TaskContext, count: int, gate: str = "", concurrency: int | None = None) -> int:
+        """Double that many numbers by a map on the workers, and return the sum."""
+        pairs = [(value, gate) for value in range(count)]
+        found = ctx.step.map("all", of_pair, pairs, key=lambda one: one[0], concurrency=concurrency, workers=True)
+        assert found == [2 * value for value in range(count)]
+        return ctx.step.run("sum", log_and_pass, "sum", sum(found))
+
+    @durable.task(name="awaited.of-pair")
+    def of_pair(ctx: TaskContext, pair: tuple[int, str]) -> int:
+        return ctx.step.run("only", log_and_pass, "double", pair[0] * 2, pair[1])
+
     @durable.task(name="awaited.leaver")
     def leaver(ctx: TaskContext, value: int) -> Any:
         return leaver.replace(double.s(value))
@@ -140,7 +153,7 @@ def _families(durable: Durable) -> dict[str, Any]:
         ctx.step.spawn("bound", held, "bound", on_parent_end="cancel")
         return sum(ctx.step.gather("all", [fan.s(2, gate), fan.s(2, gate)]))
 
-    return {"double": double, "fan": fan, "swapped": swapped, "tree": tree}
+    return {"double": double, "fan": fan, "spread": spread, "swapped": swapped, "tree": tree}
 
 
 def __getattr__(name: str) -> Any:

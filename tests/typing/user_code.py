@@ -88,6 +88,7 @@ async def later(ctx: AsyncTaskContext, order: Order, note: str = "") -> Receipt:
     await ctx.step.sleep("cooling-off", timedelta(days=2))
     assert_type(await ctx.uuid(), UUID)
     assert_type(await ctx.step.map("charge", charge_async, [order], key=lambda order: order.number), list[str])
+    assert_type(await ctx.step.map("send", fulfil, [order], key=str, workers=True), list[Receipt])
     assert_type(await ctx.step.wait_for_fact("receipt", type=Receipt), Fact[Receipt])
     assert_type(await ctx.step.wait_all(["a", "b"]), list[Fact[Any]])
     return Receipt(text=note)
@@ -128,6 +129,11 @@ def parallel(ctx: TaskContext, orders: list[Order]) -> int:
     assert_type(labels, list[UUID])
     found = ctx.step.map("label", label, orders, key=lambda order: order.number, concurrency=4, on_error="collect")
     assert_type(found, list[UUID | ItemFailure])
+    sent = ctx.step.map("send", fulfil, orders, key=lambda order: order.number, workers=True)
+    assert_type(sent, list[Receipt])
+    some = ctx.step.map("some", later, orders, key=str, concurrency=50, on_error="collect", workers=True)
+    assert_type(some, list[Receipt | ItemFailure])
+    assert_type(ctx.step.map("named", "shop.fulfil", orders, key=str, workers=True), list[Any])
     assert_type(ctx.step.parallel({"a": lambda: 1, "b": lambda: 2}), dict[str, int])
     mixed = ctx.step.parallel(
         {"a": (label, orders[0]), "b": lambda: ctx.step.run("b", label, orders[0])}, concurrency=2

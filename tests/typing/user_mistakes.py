@@ -31,6 +31,8 @@ def parallel(ctx: TaskContext, amounts: list[int]) -> list[str]:
     ctx.step.map("charge", charge, ["1"], key=str)  # expect: arg-type
     ctx.step.map("charge", charge, amounts)  # expect: call-overload
     ctx.step.map("charge", charge, amounts, key=str, on_error="ignore")  # expect: call-overload
+    ctx.step.map("charge", charge, amounts, key=str, workers=True)  # expect: call-overload
+    ctx.step.map("fulfil", fulfil, amounts, key=str, workers=True)  # expect: call-overload
     ctx.step.wait_any({"paid": 7})  # expect: dict-item
     number: int = ctx.step.wait_for_fact("paid", type=str).payload  # expect: assignment
     return ctx.step.map("charge", charge, [number], key=str, on_error="collect")  # expect: return-value

@@ -40,7 +40,7 @@ class ChildTasks:
 
         Errors: DefinitionError for what is none.
         """
-        name = task.task if isinstance(task, Signature) else getattr(task, "name", None)
+        name = task.task if isinstance(task, Signature) else getattr(task, "name", task)
         if isinstance(task, Signature) and task.get("subtask_type"):
             raise DefinitionError(f"step {step!r}: a child is one durable task, not a {task['subtask_type']}")
         if not isinstance(name, str) or not self._durable.has_task(name):

@@ -13,7 +13,7 @@ from umt_durable.engine.changing import continue_as_new, patched
 from umt_durable.engine.context import RunContext
 from umt_durable.engine.loops import in_owner
 from umt_durable.engine.parallel import ItemFailure
-from umt_durable.engine.parallelsteps import Call, Key
+from umt_durable.engine.parallelsteps import Call, DurableFunction, Key
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.steps import Steps
@@ -108,6 +108,7 @@ class AsyncSteps:
         key: Key[T],
         concurrency: int | None = None,
         on_error: Literal["fail"] = "fail",
+        workers: Literal[False] = False,
     ) -> list[R]: ...
     @overload
     async def map(
@@ -119,6 +120,7 @@ class AsyncSteps:
         key: Key[T],
         concurrency: int | None = None,
         on_error: Literal["collect"],
+        workers: Literal[False] = False,
     ) -> list[R | ItemFailure]: ...
     @overload
     async def map(
@@ -130,6 +132,7 @@ class AsyncSteps:
         key: Key[T],
         concurrency: int | None = None,
         on_error: Literal["fail"] = "fail",
+        workers: Literal[False] = False,
     ) -> list[R]: ...
     @overload
     async def map(
@@ -141,9 +144,46 @@ class AsyncSteps:
         key: Key[T],
         concurrency: int | None = None,
         on_error: Literal["collect"],
+        workers: Literal[False] = False,
     ) -> list[R | ItemFailure]: ...
-    async def map(self, name: str, fn: Callable[[T], Any], items: Iterable[T], **options: Any) -> list[Any]:
-        """Execute a function or coroutine function for each item; see `Steps.map`."""
+    @overload
+    async def map(
+        self,
+        name: str,
+        fn: DurableFunction[T, R],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["fail"] = "fail",
+        workers: Literal[True],
+    ) -> list[R]: ...
+    @overload
+    async def map(
+        self,
+        name: str,
+        fn: DurableFunction[T, R],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["collect"],
+        workers: Literal[True],
+    ) -> list[R | ItemFailure]: ...
+    @overload
+    async def map(
+        self,
+        name: str,
+        fn: str,
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["fail", "collect"] = "fail",
+        workers: Literal[True],
+    ) -> list[Any]: ...
+    async def map(self, name: str, fn: Any, items: Iterable[T], **options: Any) -> list[Any]:
+        """Execute a function, coroutine function or durable task for each item; see `Steps.map`."""
         return await self._do(lambda: self._steps.map(name, fn, items, **options))
 
     @overload

@@ -48,12 +48,12 @@ def call(
     def plan() -> list[NewRun]:
         return [tasks.plan(task, args, kwargs, _child_id(the_pass, entry.key, 0), name)]
 
-    (child,) = recorder.guarded(lambda: _joined(the_pass, entry, recorded, plan, name))
-    if _has_result(child):
+    (child,) = recorder.guarded(lambda: joined(the_pass, entry, recorded, plan, name))
+    if has_result(child):
         return recorder.record(entry, name, codec.decode(child.result or b"null", annotation, child.codec), annotation)
     if child.state is RunState.FAILED and child.error is not None:
         recorder.record_known_failure(entry, failures.from_bytes(child.error).of_step(name))
-    return recorder.record_failure(entry, name, ChildrenFailedError(f"step {name!r}: {_told(child)}"))
+    return recorder.record_failure(entry, name, ChildrenFailedError(f"step {name!r}: {told(child)}"))
 
 
 def gather(the_pass: Pass, recorder: Recorder, name: str, calls: Sequence[Any]) -> list[Any]:
@@ -70,11 +70,11 @@ def gather(the_pass: Pass, recorder: Recorder, name: str, calls: Sequence[Any]) 
     def plan() -> list[NewRun]:
         return [tasks.plan(one, (), {}, _child_id(the_pass, entry.key, n), name) for n, one in enumerate(calls)]
 
-    children = recorder.guarded(lambda: _joined(the_pass, entry, recorded, plan, name))
-    failed = [child for child in children if not _has_result(child)]
+    children = recorder.guarded(lambda: joined(the_pass, entry, recorded, plan, name))
+    failed = [child for child in children if not has_result(child)]
     if failed:
         more = f"; and {len(failed) - MOST_NAMED} more" if len(failed) > MOST_NAMED else ""
-        told = "; ".join(_told(child) for child in failed[:MOST_NAMED]) + more
+        told = "; ".join(told(child) for child in failed[:MOST_NAMED]) + more
         error = ChildrenFailedError(f"step {name!r}: {len(failed)} of {len(children)} children failed: {told}")
         recorder.record_failure(entry, name, error)
     values = [codec.decode(child.result or b"null", codec.EMPTY, child.codec) for child in children]
@@ -114,7 +114,7 @@ def spawn(
     return child.id
 
 
-def _joined(
+def joined(
     the_pass: Pass, entry: journal.Entry, recorded: StepEntry | None, plan: Callable[[], list[NewRun]], name: str
 ) -> list[Child]:
     """Start the children if that was not done, and return them once all have ended; leave the body until then."""
@@ -181,21 +181,21 @@ def _child_id(the_pass: Pass, step: str, place: int) -> str:
 def _typed(the_pass: Pass, calls: list[Any], values: list[Any]) -> list[Any]:
     """Return recorded results as the types their tasks declare."""
     tasks = the_pass.reporter.durable_tasks
-    return [_of_type(value, tasks.annotation(one)) for one, value in zip(calls, values, strict=True)]
+    return [of_type(value, tasks.annotation(one)) for one, value in zip(calls, values, strict=True)]
 
 
-def _of_type(value: Any, annotation: Any) -> Any:
+def of_type(value: Any, annotation: Any) -> Any:
     if annotation is codec.EMPTY:
         return value
     return codec.decode(codec.encode(value, codec.EMPTY, where="the result of a child").data, annotation)
 
 
-def _has_result(child: Child) -> bool:
+def has_result(child: Child) -> bool:
     """Say whether a child ended with a result: one whose place was taken by what is no run has none."""
     return child.state is RunState.SUCCEEDED and child.result is not None
 
 
-def _told(child: Child) -> str:
+def told(child: Child) -> str:
     """Say of a child that did not succeed what became of it."""
     if child.state is RunState.FAILED and child.error is not None:
         return f"{child.task} ({child.id}) failed: {failures.from_bytes(child.error).summary}"

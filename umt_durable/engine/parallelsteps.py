@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Any, Literal, TypeAlias, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 from uuid import UUID
 
 from umt_durable.engine.parallel import ItemFailure, Parallel, Piece, run_parallel
 from umt_durable.engine.passing import Pass
-from umt_durable.engine.recording import StepOptions
+from umt_durable.engine.recording import Recorder, StepOptions
+from umt_durable.engine.spreading import Spread, spread
 from umt_durable.errors import DefinitionError
 from umt_durable.states import StepKind
 
@@ -17,6 +18,18 @@ T = TypeVar("T")
 
 Key: TypeAlias = Callable[[T], str | int | UUID]
 Call: TypeAlias = Callable[[], Any] | tuple[Any, ...]
+Item = TypeVar("Item", contravariant=True)
+Returned = TypeVar("Returned", covariant=True)
+
+
+class DurableFunction(Protocol[Item, Returned]):
+    """A durable task that takes one item: what a worker can execute."""
+
+    name: str
+    durable_version: int
+
+    def __call__(self, item: Item, /) -> Returned:
+        """Execute the body in the calling process."""
 
 
 class ParallelSteps:
@@ -24,6 +37,7 @@ class ParallelSteps:
 
     _pass: Pass
     _options: StepOptions
+    _recorder: Recorder
 
     @overload
     def map(
@@ -35,6 +49,7 @@ class ParallelSteps:
         key: Key[T],
         concurrency: int | None = None,
         on_error: Literal["fail"] = "fail",
+        workers: Literal[False] = False,
     ) -> list[R]: ...
 
     @overload
@@ -47,6 +62,7 @@ class ParallelSteps:
         key: Key[T],
         concurrency: int | None = None,
         on_error: Literal["collect"],
+        workers: Literal[False] = False,
     ) -> list[R | ItemFailure]: ...
 
     @overload
@@ -59,6 +75,7 @@ class ParallelSteps:
         key: Key[T],
         concurrency: int | None = None,
         on_error: Literal["fail"] = "fail",
+        workers: Literal[False] = False,
     ) -> list[R]: ...
 
     @overload
@@ -71,17 +88,58 @@ class ParallelSteps:
         key: Key[T],
         concurrency: int | None = None,
         on_error: Literal["collect"],
+        workers: Literal[False] = False,
     ) -> list[R | ItemFailure]: ...
+
+    @overload
+    def map(
+        self,
+        name: str,
+        fn: DurableFunction[T, R],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["fail"] = "fail",
+        workers: Literal[True],
+    ) -> list[R]: ...
+
+    @overload
+    def map(
+        self,
+        name: str,
+        fn: DurableFunction[T, R],
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["collect"],
+        workers: Literal[True],
+    ) -> list[R | ItemFailure]: ...
+
+    @overload
+    def map(
+        self,
+        name: str,
+        fn: str,
+        items: Iterable[T],
+        *,
+        key: Key[T],
+        concurrency: int | None = None,
+        on_error: Literal["fail", "collect"] = "fail",
+        workers: Literal[True],
+    ) -> list[Any]: ...
 
     def map(
         self,
         name: str,
-        fn: Callable[[T], Any],
+        fn: Callable[[T], Any] | str,
         items: Iterable[T],
         *,
         key: Key[T],
         concurrency: int | None = None,
         on_error: str = "fail",
+        workers: bool = False,
     ) -> list[Any]:
         """Execute a function for each item, several at a time, and record each result as a step `name[key]` (I6).
 
@@ -92,8 +150,20 @@ class ParallelSteps:
         failure no item is begun and those in flight end; the failure of the first item in their order that failed is
         raised, with a note that names it. With `collect` all are executed, and an ItemFailure stands for each that
         failed.
-        Errors: those of the items; DefinitionError for two items of one key, before anything is written.
+        With `workers=True` each item is a child run of a durable task instead, `fn` being the task or its name: all are
+        inserted with the step, at once or in rounds of `concurrency`, on whatever workers take them, and end as
+        cancelled with this run. `fail` then waits for all that were started.
+        Errors: those of the items, ChildrenFailedError of items on workers; DefinitionError for two items of one key,
+        and for what is no durable task, before anything is written.
         """
+        if workers is True:
+            pairs = [(key(item), item) for item in items]
+            spreading = Spread(name=name, task=fn, items=pairs, concurrency=concurrency, on_error=on_error)
+            return spread(self._pass, self._recorder, spreading)
+        if workers is not False:
+            raise DefinitionError(f"step.map {name!r}: workers is True or False, not {workers!r}")
+        if not callable(fn):
+            raise DefinitionError(f"step.map {name!r}: {fn!r} is no function")
         pieces = [Piece(key(item), fn, (item,)) for item in items]
         step = Parallel(
             verb="map", name=name, kind=StepKind.ITEM, pieces=pieces, concurrency=concurrency, on_error=on_error
