@@ -34,6 +34,11 @@
     ├── FactTimeoutError              nothing came before the time-out of a wait
     ├── ChildrenFailedError           children of a step failed or were cancelled
     ├── StepTimeoutError              an awaited task did not end within its time-out
+    ├── TokenError                    a token of a begun step completes nothing
+    │   ├── InvalidTokenError         it is cut, forged, or signed with a key that is not known here
+    │   ├── StaleTokenError           the step it was of is not there any more
+    │   ├── ExpiredTokenError         the step's time is over
+    │   └── UsedTokenError            the step has ended, with something else
     ├── UncertainStepError            nobody can say how an awaited task ended: a person has to
     ├── StepFailedError               a recorded failure whose own type is not known here
     ├── NonRetryableError             raise it (or a subclass) to end retrying at once
@@ -326,6 +331,45 @@ class ChildrenFailedError(DurableError):
 
 class StepTimeoutError(DurableError):
     """An awaited task did not end within its time-out; the outcome is journaled and stays."""
+
+
+class TokenError(DurableError):
+    """A token of a begun step completes nothing, and nothing was changed. The text never shows the token."""
+
+
+class InvalidTokenError(TokenError):
+    """A token is cut or forged, or was signed with a key that is not known here."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the token is not valid, since {reason}")
+
+
+class StaleTokenError(TokenError):
+    """The step of a token is not there any more: its run has gone on in a new generation, or is another one now."""
+
+    def __init__(self, run: str, step: str) -> None:
+        self.run = run
+        self.step = step
+        super().__init__(f"step {step!r} of run {run} is not there any more: its run has begun anew since")
+
+
+class ExpiredTokenError(TokenError):
+    """The time-out of a begun step has passed; the outcome is journaled and stays."""
+
+    def __init__(self, run: str, step: str) -> None:
+        self.run = run
+        self.step = step
+        super().__init__(f"the time of step {step!r} of run {run} is over")
+
+
+class UsedTokenError(TokenError):
+    """A begun step has ended otherwise: it was completed with something else, or its run has ended without it."""
+
+    def __init__(self, run: str, step: str, why: str) -> None:
+        self.run = run
+        self.step = step
+        super().__init__(f"step {step!r} of run {run} {why}")
 
 
 class UncertainStepError(DurableError):

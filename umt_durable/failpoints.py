@@ -86,6 +86,7 @@ NAMES: Final[tuple[str, ...]] = (
     "wait.look.a",
     "wait.commit.b",
     "wait.commit.a",
+    "wait.announce.b",
     "wait.commit.r",
     "task.send.b",
     "task.send.a",

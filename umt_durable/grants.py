@@ -67,6 +67,7 @@ FUNCTIONS: Final[Mapping[Role, tuple[str, ...] | None]] = {
         *("enqueue", "signal", "emit", "cancel", "emit_outbox", "lookup"),
         *("check_text", "check_payload", "check_start"),
         *("enqueue_run", "signal_run", "emit_fact", "emit_event", "keep_message", "now"),
+        *("complete_step", "signing_key"),
     ),
     Role.WORKER: None,
     Role.UI: ("now", "key_of"),

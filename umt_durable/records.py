@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any, NewType
 from uuid import UUID
 
-from umt_durable.states import AttemptOutcome, OpState, OutboxStatus, RunState, StepState, WaitState
+from umt_durable.states import AttemptOutcome, CompletionOutcome, OpState, OutboxStatus, RunState, StepState, WaitState
 
 RunNo = NewType("RunNo", int)
 
@@ -80,6 +80,14 @@ class Enqueued:
     id: str
     no: int | None
     outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """What became of a completion, and the fact that counts; None where there is none."""
+
+    fact: UUID | None
+    outcome: CompletionOutcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_type_hints
 
 from umt_durable.errors import ConfigurationError
@@ -15,6 +15,7 @@ _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 MIN_LEASE_SECONDS = 3.0
 MOST_SECONDS = 86_400.0
 MAX_NAMESPACE = 255
+MIN_KEY_CHARACTERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,9 @@ class Settings:
     payload_codec: object | None = None
     """What seals arguments, results and facts before they are stored, or where it is, as `module:name`. None: nothing.
     Every process of the schema needs the same."""
+    signing_keys: tuple[str, ...] | None = field(default=None, repr=False)
+    """The secrets that tokens of `step.begin` are signed with, 16 characters or more each, in the environment with
+    spaces between: the first signs, all are known. None: the schema's own, which is made with it."""
 
     def __post_init__(self) -> None:
         for name in ("lease_seconds", "poll_seconds", "deliver_seconds"):
@@ -71,6 +75,12 @@ class Settings:
             raise ConfigurationError(f"{self.schema!r} is no Postgres schema name (1 to 63 bytes)")
         if not 0 < len(self.op_namespace.encode("utf-8", "replace")) <= MAX_NAMESPACE or "\0" in self.op_namespace:
             raise ConfigurationError(f"{self.op_namespace!r} is no namespace for op keys (1 to {MAX_NAMESPACE} bytes)")
+        if self.signing_keys is not None and not (
+            self.signing_keys and all(len(key) >= MIN_KEY_CHARACTERS for key in self.signing_keys)
+        ):
+            raise ConfigurationError(
+                f"signing_keys must be one secret or more, each of {MIN_KEY_CHARACTERS} characters at least"
+            )
         for name in ("poll_seconds", "deliver_seconds", "max_crashes", "max_publish_attempts", "pool_size"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigurationError(f"{name} must be more than zero, not {getattr(self, name)!r}")
@@ -100,14 +110,14 @@ class Settings:
                 f"unknown settings: {', '.join(sorted(unknown))} (known: {', '.join(sorted(hints))})"
             )
         values: dict[str, Any] = {}
-        for field in fields(cls):
-            variable, key = f"DURABLE_{field.name.upper()}", f"durable_{field.name}"
-            if given.get(field.name) is not None:
-                values[field.name] = _parse(given[field.name], hints[field.name], field.name)
+        for one in fields(cls):
+            variable, key = f"DURABLE_{one.name.upper()}", f"durable_{one.name}"
+            if given.get(one.name) is not None:
+                values[one.name] = _parse(given[one.name], hints[one.name], one.name)
             elif environ.get(variable, "") != "":
-                values[field.name] = _parse(environ[variable], hints[field.name], variable)
+                values[one.name] = _parse(environ[variable], hints[one.name], variable)
             elif conf.get(key) is not None:
-                values[field.name] = _parse(conf[key], hints[field.name], key)
+                values[one.name] = _parse(conf[key], hints[one.name], key)
         return cls(**values)
 
 
@@ -115,6 +125,8 @@ def _parse(value: Any, kind: Any, source: str) -> Any:
     """Read a setting as its type; texts come from the environment."""
     if kind == object | None:
         return value
+    if kind == tuple[str, ...] | None:
+        return _secrets(value, source)
     try:
         if kind is bool:
             text = str(value).strip().lower()
@@ -130,6 +142,14 @@ def _parse(value: Any, kind: Any, source: str) -> Any:
     if kind == Literal["after_commit", "transaction", "off"] and value not in ("after_commit", "transaction", "off"):
         raise ConfigurationError(f"{source}={value!r} must be after_commit, transaction or off")
     return str(value)
+
+
+def _secrets(value: Any, source: str) -> tuple[str, ...]:
+    """Read several secrets; no error shows them."""
+    found = tuple(value.split() if isinstance(value, str) else value if isinstance(value, list | tuple) else ())
+    if not found or not all(isinstance(one, str) for one in found):
+        raise ConfigurationError(f"{source} must be a list of texts, or one text of them with spaces between")
+    return found
 
 
 def libpq_url(url: str) -> str:

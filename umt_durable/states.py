@@ -31,6 +31,18 @@ class RunState(StrEnum):
         return self in PARKED
 
 
+class CompletionOutcome(StrEnum):
+    """What became of the completion of a begun step; the SQL function `complete_step` says it."""
+
+    DONE = "done"
+    SAME = "same"  # said before, with the same payload
+    USED = "used"  # said before, with another one
+    ENDED = "ended"  # its run ended without it
+    EXPIRED = "expired"
+    STALE = "stale"  # the run is in another generation
+    UNKNOWN = "unknown"  # there is no such run or step
+
+
 PAUSED: Final = "paused"
 """What people call a run that stands still until it is resumed: a mark beside its state, until it has ended."""
 

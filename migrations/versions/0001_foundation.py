@@ -298,7 +298,8 @@ CREATE TABLE {schema}.setting (
     name  text CONSTRAINT setting_pkey PRIMARY KEY,
     value jsonb NOT NULL
 );
-INSERT INTO {schema}.setting (name, value) VALUES ('min_writer', '1');
+INSERT INTO {schema}.setting (name, value) VALUES
+    ('min_writer', '1'), ('signing_key', to_jsonb(gen_random_uuid()::text || gen_random_uuid()::text));
 """
 
 AUDIT = """
@@ -424,6 +425,58 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
     RETURN {schema}.say(jsonb_build_array('key', p_name, p_key)::text, p_name, p_payload, p_actor, p_dedupe, p_fact);
+END $$;
+
+-- What a begun step ended in: one fact at the address of its wait, and the first counts. `done`; `same`, where it was
+-- said before, `used` with another payload; `expired`, `ended`, `stale` (another generation) and `unknown` say nothing.
+CREATE FUNCTION {schema}.complete_step(p_run text, p_nesting int, p_key text, p_generation int, p_payload bytea,
+    p_actor text, p_fact uuid, OUT fact uuid, OUT outcome text)
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    r     record;
+    w     record;
+    known record;
+BEGIN
+    SELECT no, generation, finished_at INTO r FROM {schema}.run WHERE id = p_run AND nesting = p_nesting;
+    IF NOT FOUND THEN
+        outcome := 'unknown';
+        RETURN;
+    ELSIF r.generation <> p_generation THEN
+        outcome := 'stale';
+        RETURN;
+    END IF;
+    SELECT name, address, state, deadline INTO w FROM {schema}.wait
+     WHERE run = r.no AND key = p_key AND mode = 'begin';
+    IF NOT FOUND THEN
+        outcome := 'unknown';
+        RETURN;
+    ELSIF w.state = 'timed_out' THEN
+        outcome := 'expired';
+        RETURN;
+    END IF;
+    SELECT f.id, f.payload INTO known FROM {schema}.fact AS f WHERE f.address = w.address AND f.dedupe = 'complete';
+    IF NOT FOUND THEN
+        IF r.finished_at IS NOT NULL OR w.state <> 'pending' THEN
+            outcome := 'ended';
+            RETURN;
+        ELSIF w.deadline <= {schema}.now() THEN
+            outcome := 'expired';
+            RETURN;
+        END IF;
+        fact := {schema}.say(w.address, (w.address::jsonb) ->> 2, p_payload, p_actor, 'complete', p_fact);
+        SELECT f.id, f.payload INTO known FROM {schema}.fact AS f WHERE f.id = complete_step.fact;
+        outcome := CASE WHEN fact = p_fact THEN 'done' END;
+    END IF;
+    fact := known.id;
+    outcome := coalesce(outcome, CASE WHEN {schema}.differ(known.payload, p_payload) THEN 'used' ELSE 'same' END);
+END $$;
+
+-- The schema's own secret, which tokens of begun steps are signed with where the settings name no other. Whoever may
+-- complete steps may read it; none of the tables says so.
+CREATE FUNCTION {schema}.signing_key() RETURNS text
+    LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    RETURN (SELECT value #>> '{}' FROM {schema}.setting WHERE name = 'signing_key');
 END $$;
 
 -- A user's event. One of a type and key: its id is derived from them, so that the primary key decides. Without a key it

@@ -102,7 +102,7 @@ VIEWS = [
 ]
 OPEN = {
     *("enqueue", "signal", "emit", "cancel", "emit_outbox", "lookup", "check_text", "check_payload", "check_start"),
-    *("enqueue_run", "signal_run", "emit_fact", "emit_event", "keep_message", "now"),
+    *("enqueue_run", "signal_run", "emit_fact", "emit_event", "keep_message", "now", "complete_step", "signing_key"),
 }
 """What an app may call."""
 RIGHTS = {"S": "SELECT", "I": "INSERT", "U": "UPDATE", "D": "DELETE"}
@@ -145,7 +145,8 @@ def test_the_matrix_of_roles_and_functions_is_exactly_this(roles: Roles, admin: 
 
     assert {name for name, may, _ in found if may} == allowed
     assert {name for name, _, definer in found if definer} == {
-        *("enqueue_run", "signal_run", "emit_fact", "emit_event", "keep_message", "lookup")
+        *("enqueue_run", "signal_run", "emit_fact", "emit_event", "keep_message", "lookup"),
+        *("complete_step", "signing_key"),
     }
 
 
@@ -168,6 +169,7 @@ def test_no_role_makes_or_owns_anything_in_the_schema(roles: Roles, admin: Conne
 
 APP_STATEMENTS = {
     *("enqueue_run", "signal_run", "emit_fact", "emit_event", "keep_message", "may_apply"),
+    *("complete_step", "signing_key"),
     *("get_run", "list_runs", "count_by_state", "runs_of_id", "live_runs_by_version", "quarantined_runs"),
 }
 """What an app's processes say to the database, of all named statements that touch the schema."""
@@ -277,6 +279,27 @@ def test_d7_b5_an_app_starts_signals_cancels_and_looks_up_and_a_worker_does_the_
         gone: RunState.CANCELLED,
     }
     assert app.client.counts() == {"cancelled": 1, "succeeded": 1}
+
+
+def test_an_app_completes_a_begun_step_with_its_token_and_a_worker_does_the_rest(
+    roles: Roles, at: dict[Role, At], admin: Connection
+) -> None:
+    worker, tokens = at[Role.WORKER].engine, list[str]()
+
+    @worker.task("begins")
+    def body(ctx: TaskContext) -> Any:
+        return ctx.step.begin("review", on_created=tokens.append)
+
+    run_id, _ = worker.run("begins")
+    at[Role.APP].engine.client.complete(tokens[0], "yes")
+    assert worker.state(run_id) is RunState.WAITING  # the app's user may say it, and not apply it
+    worker.route()
+    outcome = worker.process().deliver(run_id, "begins")
+
+    assert isinstance(outcome, Finished)
+    assert outcome.value == "yes"
+    with pytest.raises(PrivilegeError):
+        at[Role.UI].engine.client.complete(tokens[0], "yes")
 
 
 @pytest.mark.parametrize("what", ["pause", "resume", "retry", "history", "dead", "replay", "claim"])

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from celery import Celery, chain, chord
@@ -31,6 +32,7 @@ class Awaited:
     spread: Any
     swapped: Any
     tree: Any
+    review: Any
 
 
 def build(environ: Mapping[str, str] | None = None) -> Awaited:
@@ -153,7 +155,18 @@ def _families(durable: Durable) -> dict[str, Any]:
         ctx.step.spawn("bound", held, "bound", on_parent_end="cancel")
         return sum(ctx.step.gather("all", [fan.s(2, gate), fan.s(2, gate)]))
 
-    return {"double": double, "fan": fan, "spread": spread, "swapped": swapped, "tree": tree}
+    @durable.task(name="awaited.review")
+    def review(ctx: TaskContext, path: str) -> Any:
+        """Begin a step, and write its token to a file each time it is handed out."""
+
+        def hand_out(token: str) -> None:
+            with Path(path).open("a") as file:
+                file.write(f"{token}\n")
+
+        found = ctx.step.begin("review", type=dict[str, int], on_created=hand_out, timeout=timedelta(hours=1))
+        return ctx.step.run("after", log_and_pass, "after", found["limit"])
+
+    return {"review": review, "double": double, "fan": fan, "spread": spread, "swapped": swapped, "tree": tree}
 
 
 def __getattr__(name: str) -> Any:

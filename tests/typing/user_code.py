@@ -91,6 +91,7 @@ async def later(ctx: AsyncTaskContext, order: Order, note: str = "") -> Receipt:
     assert_type(await ctx.step.map("send", fulfil, [order], key=str, workers=True), list[Receipt])
     assert_type(await ctx.step.wait_for_fact("receipt", type=Receipt), Fact[Receipt])
     assert_type(await ctx.step.wait_all(["a", "b"]), list[Fact[Any]])
+    assert_type(await ctx.step.begin("review", type=Receipt, on_created=print), Receipt)
     return Receipt(text=note)
 
 
@@ -99,6 +100,8 @@ async def use_async(session: AsyncSession, order: Order) -> None:
     await later.aenqueue(order, "gift")
     await later.aenqueue(order, conn=session, idempotency_key=order.number)
     assert_type(await durable.aget("r"), Run)
+    assert_type(await durable.acomplete("token", order, conn=session), UUID)
+    assert_type(await durable.afail("token", ValueError("no"), actor="ann"), UUID)
     assert_type(await durable.asignal("r", "approved", conn=session), UUID)
 
 
@@ -146,6 +149,8 @@ def parallel(ctx: TaskContext, orders: list[Order]) -> int:
 def waits(ctx: TaskContext) -> str:
     receipt = ctx.step.wait_for_fact("receipt", type=Receipt, on_created=lambda address: print(address.run_id))
     assert_type(receipt, Fact[Receipt])
+    assert_type(ctx.step.begin("review", type=Receipt, on_created=print, timeout=timedelta(days=1)), Receipt)
+    assert_type(ctx.step.begin("plain", on_created=lambda token: token.upper()), Any)
     won = ctx.step.wait_any({"paid": FactWait("paid", key="A-17"), "gone": "gone", "late": timedelta(days=1)})
     assert_type(won, Fact[Any])
     assert_type(ctx.step.wait_all({"a": "a", "b": Timer(timedelta(hours=1))}), dict[str, Fact[Any]])

@@ -35,6 +35,8 @@ def parallel(ctx: TaskContext, amounts: list[int]) -> list[str]:
     ctx.step.map("fulfil", fulfil, amounts, key=str, workers=True)  # expect: call-overload
     ctx.step.wait_any({"paid": 7})  # expect: dict-item
     number: int = ctx.step.wait_for_fact("paid", type=str).payload  # expect: assignment
+    ctx.step.begin("review", type=str)  # expect: call-overload
+    number = ctx.step.begin("review", type=str, on_created=print)  # expect: assignment
     return ctx.step.map("charge", charge, [number], key=str, on_error="collect")  # expect: return-value
 
 
@@ -66,3 +68,4 @@ def use(run_id: str) -> None:
     durable.signal(run_id, "approved", run=number)  # expect: call-arg
     durable.fork(run_id, actor="ann")  # expect: call-arg
     durable.cancel(17)  # expect: arg-type
+    durable.fail("token", error=17)  # expect: arg-type

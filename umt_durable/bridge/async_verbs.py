@@ -51,6 +51,14 @@ class AsyncVerbs:
             lambda own: self.client.signal(run_id, name, payload, conn=own, actor=actor, dedupe=dedupe), conn
         )
 
+    async def acomplete(self, token: str, result: Any = None, *, conn: object = None, actor: str | None = None) -> UUID:
+        """Say what the begun step of a token gave; see `Client.complete`."""
+        return await in_thread(lambda own: self.client.complete(token, result, conn=own, actor=actor), conn)
+
+    async def afail(self, token: str, error: str | Exception, *, conn: object = None, actor: str | None = None) -> UUID:
+        """Say that the begun step of a token failed; see `Client.fail`."""
+        return await in_thread(lambda own: self.client.fail(token, error, conn=own, actor=actor), conn)
+
     async def aemit(
         self,
         name: str,

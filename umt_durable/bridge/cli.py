@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "resume": "cli_acts",
     "versions": "cli_versions",
     "resolve": "cli_runs",
+    "complete": "cli_runs",
     "serve": "serve",
     "dev": "cli_dev",
     "down": "cli_dev",

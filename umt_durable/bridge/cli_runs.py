@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
@@ -146,6 +147,29 @@ def signal(ctx: click.Context, run_id: str, name: str, payload: str | None, dedu
     if ended.state.is_terminal:
         click.echo(f"run {run_id} has ended ({ended.state}): nobody will take this fact", err=True)
     emit({"run": run_id, "name": name, "fact": fact}, [Section("fact", ("fact",), [(fact,)])], as_json=as_json)
+
+
+@click.command()
+@click.argument("token")
+@click.argument("result", required=False, metavar="[JSON]")
+@click.option("--error", metavar="TEXT", help="It failed: the step fails with this text.")
+@json_option
+@click.pass_context
+def complete(ctx: click.Context, token: str, result: str | None, error: str | None, as_json: bool) -> None:
+    """Complete the step that a TOKEN of step.begin is of, with a result if one is given, and print the id of the fact.
+
+    With - as TOKEN it is read from standard input, where no list of processes shows it.
+    """
+    if result is not None and error is not None:
+        raise click.UsageError("Give a result or --error, and not both.")
+    given = sys.stdin.read() if token == "-" else token  # noqa: S105 - no password
+    value = None if result is None else json_of(result)
+    client = checked(ctx).client
+    if error is not None:
+        fact = client.fail(given, error, actor=actor())
+    else:
+        fact = client.complete(given, value, actor=actor())
+    emit({"fact": fact}, [Section("fact", ("fact",), [(fact,)])], as_json=as_json)
 
 
 @click.command()

@@ -212,6 +212,14 @@ class Durable(AsyncVerbs):
         """Say a fact to one run; see `Client.signal`."""
         return self.client.signal(run_id, name, payload, conn=conn, actor=actor, dedupe=dedupe)
 
+    def complete(self, token: str, result: Any = None, *, conn: object = None, actor: str | None = None) -> UUID:
+        """Say what the begun step of a token gave; see `Client.complete`."""
+        return self.client.complete(token, result, conn=conn, actor=actor)
+
+    def fail(self, token: str, error: str | Exception, *, conn: object = None, actor: str | None = None) -> UUID:
+        """Say that the begun step of a token failed; see `Client.fail`."""
+        return self.client.fail(token, error, conn=conn, actor=actor)
+
     def resolve_step(
         self, run_id: str, step: str, *, result: Any = MISSING, error: str | None = None, actor: str | None = None
     ) -> UUID:

@@ -91,6 +91,14 @@ class AsyncSteps:
         return await self._do(lambda: self._steps.wait_for_fact(name, **options))
 
     @overload
+    async def begin(self, name: str, *, type: type[V], **options: Any) -> V: ...
+    @overload
+    async def begin(self, name: str, **options: Any) -> Any: ...
+    async def begin(self, name: str, **options: Any) -> Any:
+        """Begin a step that somebody else completes; the options are those of `Steps.begin`."""
+        return await self._do(lambda: self._steps.begin(name, **options))
+
+    @overload
     async def wait_all(self, waits: Mapping[str, Waitable], **options: Any) -> dict[str, Fact[Any]]: ...
     @overload
     async def wait_all(self, waits: Sequence[Waitable], **options: Any) -> list[Fact[Any]]: ...

@@ -13,9 +13,11 @@ from umt_durable import codec, telemetry, texts
 from umt_durable.database import Connection, Database
 from umt_durable.engine import failures, forking
 from umt_durable.engine.answers import PREFIX, Answer
+from umt_durable.engine.completing import Completing
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.ids import NAMESPACE
 from umt_durable.engine.ops import Ops
+from umt_durable.engine.tokens import Tokens
 from umt_durable.engine.waitables import MISSING, RESERVED, check_name
 from umt_durable.errors import (
     DefinitionError,
@@ -73,6 +75,7 @@ class Access:
         self._settings = settings
         self._notified = 0.0
         self._may_apply: bool | None = None
+        self._tokens = Tokens(database, settings)
         self.ops = Ops(database, settings)
         """The external effects of the runs, and what people say of them."""
 
@@ -99,7 +102,7 @@ class Access:
             self._database.notify()
 
 
-class Client(Access):
+class Client(Completing, Access):
     """The verbs on runs, for one schema.
 
     Shape: `conn` is a SQLAlchemy Session or Connection or a psycopg Connection with a transaction open; the request

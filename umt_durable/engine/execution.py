@@ -27,6 +27,7 @@ from umt_durable.engine.registry import TaskDefinition, TaskRegistry
 from umt_durable.engine.reporting import Reporter
 from umt_durable.engine.retry import RetryAfter, RetryPolicy
 from umt_durable.engine.steps import Steps
+from umt_durable.engine.tokens import Tokens
 from umt_durable.errors import (
     DecodingError,
     DefinitionError,
@@ -173,6 +174,7 @@ class Execution:
             wait_entries=wait_entries,
             bindings={"default": self._database.url, **self._bindings},
             op_namespace=self._settings.op_namespace,
+            tokens=Tokens(self._database, self._settings),
         )
 
     def _call(self, the_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

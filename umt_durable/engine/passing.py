@@ -23,6 +23,7 @@ from umt_durable.engine.registry import OnMismatch
 from umt_durable.engine.replay import Journal, KeyMaker, branches_of, is_patch
 from umt_durable.engine.reporting import Reporter
 from umt_durable.engine.retry import RetryPolicy
+from umt_durable.engine.tokens import Tokens
 from umt_durable.errors import DurableError, JournalCorruptError, NonDeterminismError, PayloadKeyError
 from umt_durable.failpoints import point
 from umt_durable.payloads import plain
@@ -73,6 +74,7 @@ class Pass:
         wait_entries: Sequence[WaitEntry],
         bindings: Mapping[str, Binding],
         op_namespace: str,
+        tokens: Tokens,
     ) -> None:
         self.attempt = attempt
         self.database = database
@@ -92,6 +94,7 @@ class Pass:
         self.successor = successor
         self.bindings = bindings
         self.op_namespace = op_namespace
+        self.tokens = tokens
         self.journal = Journal(entries)
         self.waits = {entry.key: entry for entry in wait_entries}
         self._body = Branch()

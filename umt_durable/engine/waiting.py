@@ -69,7 +69,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class Row:
     """One row of the table of waits, and what belongs to it in the body."""
 
     key: str
@@ -80,18 +80,22 @@ class _Row:
     until: datetime | None = None
     part_of: str | None = None
     need: int | None = None
+    own_mode: str | None = None
 
     @property
     def mode(self) -> str:
-        return "first" if self.fact is None else self.fact.mode
+        """Return which fact of its address it takes."""
+        return self.own_mode or ("first" if self.fact is None else self.fact.mode)
 
 
 def wait_for_fact(the_pass: Pass, wait: Wait, *, step_key: str | int | UUID | None = None) -> Fact[Any]:
     """Return what settled the wait, now or when the run is woken."""
     fact = wait.fact
     key = the_pass.keys.make(fact.name, step_key)
-    row = _Row(key=key, name=fact.name, address=fact.address(the_pass.run_id), fact=fact, timeout=wait.timeout)
-    waiting = _Waiting(the_pass, [row], poll=wait.poll, on_created=wait.on_created)
+    row = Row(key=key, name=fact.name, address=fact.address(the_pass.run_id), fact=fact, timeout=wait.timeout)
+    on_created = wait.on_created
+    hand_out = None if on_created is None else lambda _: on_created(FactAddress(the_pass.run_id, fact.name, fact.key))
+    waiting = Waiting(the_pass, [row], poll=wait.poll, on_created=hand_out)
     entry = waiting.until_settled()[0]
     if entry.state is WaitState.TIMED_OUT:
         if wait.default is MISSING:
@@ -103,16 +107,16 @@ def wait_for_fact(the_pass: Pass, wait: Wait, *, step_key: str | int | UUID | No
 def wait_for_group(the_pass: Pass, group: Group, *, step_key: str | int | UUID | None = None) -> list[Fact[Any]] | None:
     """Return what settled the parts that counted, in the order they were settled; None after the group's time-out."""
     key = the_pass.keys.make(group.verb, step_key)
-    rows = [_Row(key=key, name=group.verb, address=_shape(group), timeout=group.timeout, need=group.need)]
+    rows = [Row(key=key, name=group.verb, address=_shape(group), timeout=group.timeout, need=group.need)]
     for label, part in group.parts.items():
         mine = f"{key}\\.{label}"  # no key of a step is written like this
         if isinstance(part, FactWait):
             address = part.address(the_pass.run_id)
-            rows.append(_Row(key=mine, name=part.name, address=address, fact=part, part_of=key))
+            rows.append(Row(key=mine, name=part.name, address=address, fact=part, part_of=key))
         else:
             limits = {"until" if isinstance(part.due, datetime) else "timeout": part.due}
-            rows.append(_Row(key=mine, name=str(label), address=TIMER, part_of=key, **limits))  # type: ignore[arg-type]
-    head, *entries = _Waiting(the_pass, rows, poll=group.poll).until_settled()
+            rows.append(Row(key=mine, name=str(label), address=TIMER, part_of=key, **limits))  # type: ignore[arg-type]
+    head, *entries = Waiting(the_pass, rows, poll=group.poll).until_settled()
     if head.state is WaitState.TIMED_OUT:
         return None
     won = [
@@ -143,17 +147,25 @@ def _read_fact(the_pass: Pass, wait: FactWait, entry: WaitEntry, label: str | in
     return Fact(payload, "check" if entry.fact is None else "fact", label)
 
 
-class _Waiting:
+def _is_same(recorded: WaitEntry, row: Row) -> bool:
+    """Say whether a recorded wait is one that the code asks for; a begun step's may be that of a run retried since."""
+    if row.own_mode is not None or recorded.mode == row.own_mode:
+        return recorded.mode == row.own_mode
+    return recorded.address == row.address
+
+
+class Waiting:
     """Rows of the table of waits, of which the first decides when the body goes on; the others are its parts."""
 
     def __init__(
         self,
         the_pass: Pass,
-        rows: Sequence[_Row],
+        rows: Sequence[Row],
         *,
-        poll: timedelta | PollPolicy | None,
-        on_created: Callable[[FactAddress], object] | None = None,
+        poll: timedelta | PollPolicy | None = None,
+        on_created: Callable[[Row], object] | None = None,
     ) -> None:
+        """Wait for rows; `on_created` is called with the first once it is there, and pending."""
         self._pass, self._rows, self._poll, self._on_created = the_pass, rows, poll, on_created
         self._head = rows[0]
         self._checks = [row for row in rows if row.fact is not None and row.fact.check is not None]
@@ -198,7 +210,7 @@ class _Waiting:
             recorded = the_pass.waits.get(row.key)
             if row.key in the_pass.journal:
                 return NonDeterminismError(f"the step {row.key!r}", f"a wait for {row.address}")
-            if (recorded is None) is not is_new or (recorded is not None and recorded.address != row.address):
+            if (recorded is None) is not is_new or (recorded is not None and not _is_same(recorded, row)):
                 return NonDeterminismError(getattr(recorded, "address", "no wait"), f"a wait for {row.address}")
         return None
 
@@ -217,7 +229,7 @@ class _Waiting:
         entry = self._pass.waits.get(self._head.key)
         return entry is not None and entry.state is not WaitState.PENDING
 
-    def _is_pending(self, row: _Row) -> bool:
+    def _is_pending(self, row: Row) -> bool:
         return not self._is_over() and self._pass.waits[row.key].state is WaitState.PENDING
 
     def _register(self) -> None:
@@ -291,15 +303,16 @@ class _Waiting:
 
     def _announce(self) -> None:
         """Have the body hand the address out; noted only afterwards, so a crash in between does it again."""
-        entry, fact = self._pass.waits[self._head.key], self._head.fact
-        if self._on_created is None or fact is None or entry.announced or not self._is_pending(self._head):
+        entry = self._pass.waits[self._head.key]
+        if self._on_created is None or entry.announced or not self._is_pending(self._head):
             return
         self._pass.attempt.prove()  # user code is entered: the run must still be ours, and not cancelled
-        self._on_created(FactAddress(self._pass.run_id, fact.name, fact.key))
+        self._on_created(self._head)
+        point("wait.announce.b")
         if self._pass.attempt.write(lambda guard: waits.announce(guard, self._head.key), cancel=bool):
             raise Canceled("cancelled")
 
-    def _check(self, row: _Row) -> None:
+    def _check(self, row: Row) -> None:
         """Ask the body's own check, with no lock held, and settle the wait by a true answer."""
         if not self._is_pending(row):
             return
@@ -325,7 +338,11 @@ class _Waiting:
 
         def end(guard: Guard) -> bool | None:
             with guard.conn.transaction():
+                if self._head.own_mode is not None:  # what was said in time counts, routed or not
+                    self._lock(guard)
                 cancel = runs.lock_grant(guard)
+                if cancel is False and self._head.own_mode is not None:
+                    self._look(guard)
                 if cancel is False:
                     waits.time_out(guard.conn, guard.token.run)
             return cancel

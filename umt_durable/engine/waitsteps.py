@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar, overload
 
 from umt_durable import codec
+from umt_durable.engine.beginning import Beginning, begin
 from umt_durable.engine.failures import mark_recorded
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.recording import StepOptions
@@ -80,8 +81,8 @@ class WaitSteps:
         """Park the run until a fact of this name was said to it, or with `key` was emitted under that key (I8).
 
         Shape: `check` is asked after the wait is registered, with no lock held, and again every `poll` (default a
-        minute); its first true answer settles the wait and is the payload. `mode`: the `first` or the `latest` fact, or
-        the next of a `queue`. `type`: what the payload is read as, like a step's return annotation. `on_created` is
+        minute); its first true answer settles the wait and is the payload. `mode`: the `first` or the `latest` fact,
+        or the next of a `queue`. `type`: what the payload is read as, like a step's return annotation. `on_created` is
         called with the address to say the fact at, once the wait is there; again after a crash in the middle of it.
         With `default` a time-out gives a Fact with that payload instead of the error.
         Errors: FactTimeoutError after `timeout`, FactPayloadError for a fact that is not of `type`; either outcome is
@@ -92,6 +93,48 @@ class WaitSteps:
         fact = FactWait(name, key=key, check=check, mode=mode, type=type)
         wait = Wait(fact=fact, timeout=timeout, poll=poll, on_created=on_created, default=default)
         return wait_for_fact(self._pass, wait, step_key=self._options.key)
+
+    @overload
+    def begin(
+        self,
+        name: str,
+        *,
+        type: type[V],
+        on_created: Callable[[str], object],
+        timeout: timedelta | None = None,
+    ) -> V: ...
+
+    @overload
+    def begin(
+        self,
+        name: str,
+        *,
+        type: Any = codec.EMPTY,
+        on_created: Callable[[str], object],
+        timeout: timedelta | None = None,
+    ) -> Any: ...
+
+    def begin(
+        self,
+        name: str,
+        *,
+        type: Any = codec.EMPTY,
+        on_created: Callable[[str], object],
+        timeout: timedelta | None = None,
+    ) -> Any:
+        """Begin a step that somebody else completes, park the run until then, and return the result.
+
+        Shape: `on_created` is called with the step's token once the step is there; again after a crash in the middle of
+        it, with the same one. Whoever has the token calls `durable.complete(token, result)` or `durable.fail(token,
+        error)`, anywhere; the first counts. `type`: what the result is read as, like a step's return annotation.
+        Errors: what the step was failed with, as itself if its class is registered, else StepFailedError;
+        StepTimeoutError after `timeout`, when the token has no use any more; FactPayloadError for a result that is not
+        of `type`; each recorded. ConfigurationError without a key to sign with, before anything is written.
+        """
+        self._pass.check()
+        self._options.refuse_renaming(f"step {name!r}", "its token names the step as it was begun")
+        step = Beginning(name=name, on_created=on_created, type=type, timeout=timeout)
+        return begin(self._pass, step, step_key=self._options.key)
 
     def wait_any(
         self, waits: Waitables, *, timeout: timedelta | None = None, poll: timedelta | PollPolicy | None = None

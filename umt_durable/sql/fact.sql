@@ -11,6 +11,11 @@ SELECT {schema}.signal_run(%(run)s::text, %(name)s::text, %(payload)s::bytea, %(
 -- Locks: none. Index: run_id_nesting, fact_pkey, fact_dedupe.
 SELECT {schema}.ask_run(%(run)s::text, %(name)s::text, %(payload)s::bytea, %(actor)s::text, %(dedupe)s::text, %(fact)s::uuid)
 
+-- name: complete_step :one
+-- Say what a begun step ended in, once; the reply is the fact and what became of it.
+-- Locks: none. Index: run_id_nesting, wait_pkey, fact_dedupe.
+SELECT fact, outcome FROM {schema}.complete_step(%(run)s::text, %(nesting)s::int, %(key)s::text, %(generation)s::int, %(payload)s::bytea, %(actor)s::text, %(fact)s::uuid)
+
 -- name: may_apply :one
 -- Say whether this user may apply what a fact says; an application's may only say it.
 -- Locks: none. Index: none.

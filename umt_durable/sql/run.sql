@@ -465,7 +465,7 @@ f AS (
     SELECT {schema}.copied_fact(n.no, f.id), jsonb_build_array('run', n.id, f.name)::text, f.name, f.payload, f.actor, f.dedupe, f.at, {schema}.now()
       FROM n, p, {schema}.fact AS f
      WHERE f.address >= p.old AND f.address < rtrim(p.old) || '!'
-       AND NOT starts_with(f.name, 'umt.')
+       AND (NOT starts_with(f.name, 'umt.') OR starts_with(f.name, 'umt.begin/'))
        AND NOT EXISTS (SELECT 1 FROM {schema}.fact_read AS d WHERE d.run = n.retry_of AND d.fact = f.id)),
 d AS (
     INSERT INTO {schema}.fact_read (run, fact)

@@ -5,6 +5,11 @@
 -- Locks: none. Index: setting_pkey.
 SELECT value::text FROM {schema}.setting WHERE name = %(name)s
 
+-- name: signing_key :one
+-- Read the schema's own secret; null when it is lost.
+-- Locks: none. Index: setting_pkey.
+SELECT {schema}.signing_key()
+
 -- name: now :one
 -- Read the clock that decides.
 -- Locks: none. Index: none.

@@ -133,10 +133,12 @@ SELECT run, key FROM {schema}.wait WHERE address = %(address)s AND state = 'pend
 
 -- name: time_out_waits :many
 -- Time out the pending waits of a run, whose row the caller has locked, whose deadline has passed; groups apart. Not
--- those for an answer of an ordinary task: it may still come, and what its absence means is for the body to say.
--- Locks: run (held), then wait. Index: wait_pkey.
+-- those for an answer of an ordinary task: it may still come, and what its absence means is for the body to say. Nor a
+-- begun step's that was completed in time: a router will bring what was said.
+-- Locks: run (held), then wait. Index: wait_pkey, fact_address.
 UPDATE {schema}.wait SET state = 'timed_out', settled_at = {schema}.now()
  WHERE run = %(run)s AND state = 'pending' AND deadline <= {schema}.now() AND part_of IS NULL AND need IS NULL AND mode <> 'task'
+   AND NOT (mode = 'begin' AND EXISTS (SELECT 1 FROM {schema}.fact AS f WHERE f.address = wait.address))
 RETURNING key
 
 -- name: time_out_part :maybe

@@ -9,7 +9,8 @@ from uuid import UUID
 
 from umt_durable import sql
 from umt_durable.database import Connection
-from umt_durable.records import FactRecord
+from umt_durable.records import Completed, FactRecord
+from umt_durable.states import CompletionOutcome
 
 
 def signal(conn: Connection, parameters: dict[str, Any]) -> UUID | None:
@@ -25,6 +26,19 @@ def ask(conn: Connection, parameters: dict[str, Any]) -> UUID | None:
     """Say a fact of a reserved name to one run; None when there is no such run. Shape: as `signal`."""
     row = sql.maybe(conn, "ask_run", **parameters)
     return None if row is None else row[0]
+
+
+def complete(conn: Connection, parameters: dict[str, Any]) -> Completed:
+    """Say what a begun step ended in.
+
+    Shape: `parameters` are run, nesting, key, generation, payload, actor, fact (its id, made by the caller).
+    """
+    return read_completed(sql.one(conn, "complete_step", **parameters))
+
+
+def read_completed(row: tuple[Any, ...]) -> Completed:
+    """Read the reply of the statement that completes a step."""
+    return Completed(None if row[0] is None else UUID(str(row[0])), CompletionOutcome(row[1]))
 
 
 def may_apply(conn: Connection) -> bool:

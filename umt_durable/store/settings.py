@@ -16,6 +16,12 @@ def read(conn: Connection, name: str) -> Any:
     return None if row is None else json.loads(row[0])
 
 
+def signing_key(conn: Connection) -> str | None:
+    """Return the schema's own secret, which tokens are signed with where no other is configured; None: it is lost."""
+    found: str | None = sql.one(conn, "signing_key")[0]
+    return found
+
+
 def now(conn: Connection) -> datetime:
     """Return the time of the clock that decides."""
     at: datetime = sql.one(conn, "now")[0]
