@@ -30,7 +30,13 @@ def build(environ: Mapping[str, str]) -> tuple[Celery, Durable]:
     )
     for version in environ.get(DEPLOYED, "1").split():
         _declare(durable, version)
+    app.task(plain, name="tests.plain")
     return app, durable
+
+
+def plain() -> int:
+    """Return the process that executed this ordinary task."""
+    return os.getpid()
 
 
 def _declare(durable: Durable, version: str) -> None:

@@ -22,6 +22,7 @@ from umt_durable import (
     create_default_registry,
     define_task,
 )
+from umt_durable.states import OWN
 
 
 @dataclass(frozen=True)
@@ -124,16 +125,17 @@ def test_an_unknown_task_is_refused_and_the_known_ones_are_named(engine: TaskEng
         engine.enqueue("port.nonsense")
 
 
-def test_f2_a_worker_of_some_versions_knows_no_others(engine: TaskEngine) -> None:
-    engine._keep_only(["port.number@1"])
+def test_f2_a_worker_of_some_versions_takes_no_others(engine: TaskEngine) -> None:
+    assert engine._chosen(["port.number@1"]) == "port.number@1"
 
-    assert engine.durable.tasks.declared() == ["port.number", "port.number@1"]
+    assert [one for one in engine.durable.tasks.offered() if not one.startswith(OWN)] == ["port.number@1"]
+    assert engine.durable.tasks.get("port.number").version == 2  # what it starts is not bound by that
 
 
-@pytest.mark.parametrize("version", ["port.number", "port.number@9", "port.number@x", "nonsense@1"])
+@pytest.mark.parametrize("version", ["port.numbers", "port.number@9", "port.number@x", "nonsense@1"])
 def test_f2_a_version_that_is_not_registered_is_refused(engine: TaskEngine, version: str) -> None:
-    with pytest.raises(UnknownTaskError):
-        engine._keep_only([version])
+    with pytest.raises(UnknownTaskError, match=f"named '{version}' .*registered: .*port.number@1"):
+        engine._chosen([version])
 
 
 def test_a_worker_is_started_in_the_main_thread_only(engine: TaskEngine) -> None:

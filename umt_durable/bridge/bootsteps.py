@@ -27,9 +27,9 @@ from umt_durable.bridge.children import ChildWatch, children_of
 from umt_durable.bridge.intake import INTAKE, Intake
 from umt_durable.bridge.request import DurableRequest
 from umt_durable.bridge.revoke import speak_as, take_over_panel
-from umt_durable.bridge.runtime import NODE_VARIABLE, DurableRuntime, Service, runtime_of
+from umt_durable.bridge.runtime import NODE_VARIABLE, VERSIONS_VARIABLE, DurableRuntime, Service, runtime_of
 from umt_durable.bridge.unknown import UnknownMessages
-from umt_durable.errors import ConfigurationError, DatabaseUnavailableError
+from umt_durable.errors import ConfigurationError, DatabaseUnavailableError, DefinitionError, UnknownTaskError
 
 logger = get_logger(__name__)
 
@@ -38,6 +38,13 @@ MANY_RESERVED: Final = 4
 EVENTLET: Final = (
     "the eventlet pool is not supported: its hub blocks in the database driver, so leases expire under running tasks."
     " Use -P prefork, threads, gevent or solo"
+)
+
+
+VERSIONS: Final = click.Option(
+    ["--versions", "durable_versions"],
+    metavar="TASK[@N],...",
+    help="Execute only these versions of durable tasks: charge@1, all of charge, all that match import_*.",
 )
 
 
@@ -50,10 +57,11 @@ class FitStep(bootsteps.Step):
 
     label = "Durable checks"
 
-    def __init__(self, worker: Any, **options: Any) -> None:
+    def __init__(self, worker: Any, *, durable_versions: str | None = None, **options: Any) -> None:
         super().__init__(worker, **options)
         runtime = runtime_of(worker.app)
         refuse_pool(worker.pool_cls)
+        take_versions(runtime, durable_versions)
         repair_redis_channel()
         pin_prefetch(worker)
         runtime.node = announce_node()
@@ -134,7 +142,8 @@ class ServicesStep(bootsteps.StartStopStep):
 
 
 def install(app: Any) -> None:
-    """Add the steps of this package to an app; its workers run them. Doing it twice changes nothing."""
+    """Add the steps and options of this package to an app; its workers have them. Doing it twice changes nothing."""
+    app.user_options["worker"].add(VERSIONS)
     app.steps["worker"].update({FitStep, ServicesStep, ChildWatch})
     app.steps["consumer"].add(UnknownMessages)
 
@@ -154,6 +163,21 @@ def announce_node() -> UUID:
     node = uuid4()
     os.environ[NODE_VARIABLE] = node.hex
     return node
+
+
+def take_versions(runtime: DurableRuntime, text: str | None) -> None:
+    """Have a worker take the versions that its command line names, and its spawned children as well.
+
+    Errors: UnfitWorkerError says which there are.
+    """
+    os.environ.pop(VERSIONS_VARIABLE, None)
+    if text is None:
+        return
+    try:
+        runtime.take_versions(text)
+    except (UnknownTaskError, DefinitionError) as error:
+        raise UnfitWorkerError(f"--versions: {error}") from error
+    os.environ[VERSIONS_VARIABLE] = text
 
 
 def refuse_pool(pool: Any) -> None:

@@ -27,7 +27,7 @@ from umt_durable.bridge.message import TaskMessage
 from umt_durable.bridge.outbox import Outbox
 from umt_durable.bridge.publisher import Publisher
 from umt_durable.bridge.reporter import CeleryReporter
-from umt_durable.bridge.runtime import NODE_VARIABLE
+from umt_durable.bridge.runtime import NODE_VARIABLE, VERSIONS_VARIABLE
 from umt_durable.bridge.runtime import Delivery as MainDelivery
 from umt_durable.bridge.sealing import vault_of
 from umt_durable.bridge.spawned import worker_app
@@ -87,6 +87,7 @@ class Durable(AsyncVerbs):
         self._leases: dict[int, Lease] = {}
         self._take_over()
         copy = worker_app(app)
+        self._spawned = copy is not None
         if copy is not None:
             self.app = copy
             self._take_over()
@@ -413,6 +414,8 @@ class Durable(AsyncVerbs):
 
     def executor(self) -> Executor:
         """Return what executes deliveries in this process."""
+        if self._spawned and self.tasks.selection is None and os.environ.get(VERSIONS_VARIABLE):
+            self.take_versions(os.environ[VERSIONS_VARIABLE])
         return Executor(
             self.database,
             self.process_lease,
@@ -467,12 +470,21 @@ class Durable(AsyncVerbs):
         services = "relay and maintenance here" if self.settings.worker_services else "relay and maintenance elsewhere"
         where = redact_url(self.database.url)
         journal = f"journal in {where}, schema {self.settings.schema}"
-        return f"umt_durable: {journal} · broker {self.broker_name} · {services}"
+        taken = "" if self.tasks.selection is None else f" · takes {self.tasks.selection}"
+        return f"umt_durable: {journal} · broker {self.broker_name} · {services}{taken}"
+
+    def take_versions(self, text: str) -> None:
+        """Have this worker take some versions of its tasks only: `charge@1,charge@2,import_*`.
+
+        Errors: UnknownTaskError says which versions there are; DefinitionError where the text names none.
+        """
+        self.app.finalize(auto=True)  # tasks are declared once Celery has evaluated them
+        self.tasks.take_only(text.split(","))
 
     def declare_versions(self) -> Lease:
-        """Make a lease for this process that declares what it can execute, and return it."""
+        """Make a lease for this process that declares what it takes, and return it."""
         self.app.finalize(auto=True)  # tasks are declared once Celery has evaluated them
-        versions = [*self.tasks.declared(), *(self.declared_routes() if self.settings.worker_services else ())]
+        versions = [*self.tasks.offered(), *(self.declared_routes() if self.settings.worker_services else ())]
         lease = Lease(
             self.database,
             self.settings,

@@ -135,18 +135,18 @@ class TaskEngine:
         """Be a Celery worker for these tasks, and return when it has ended.
 
         Shape: it is `celery worker` in this process and needs the main thread, since it takes over the signals.
-        SIGTERM, Ctrl-C or a `stop` from another thread end it warmly. `versions` are `task@version` texts, and then
-        only these are executed here; without them, all. `options` are those of `celery worker`: `["-P", "threads"]`.
+        SIGTERM, Ctrl-C or a `stop` from another thread end it warmly. `versions` are `task@version` texts, `task` for
+        all its versions or patterns such as `import_*`, and then only these are executed here; without them, all.
+        `options` are those of `celery worker`: `["-P", "threads"]`.
         Errors: UnknownTaskError for a version that is not registered; DefinitionError outside the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
             raise DefinitionError("start_worker needs the main thread; start `celery worker` in a process of its own")
-        if versions is not None:
-            self._keep_only(versions)
+        given = [] if versions is None else [f"--versions={self._chosen(versions)}"]
         self._worker_ended = ended = threading.Event()
         streams = sys.stdout, sys.stderr  # Celery puts its log in their place
         try:
-            self.durable.app.worker_main(["worker", *options])
+            self.durable.app.worker_main(["worker", *given, *options])
         finally:
             sys.stdout, sys.stderr = streams
             ended.set()
@@ -160,16 +160,11 @@ class TaskEngine:
                 ended.wait()
         self.durable.stop()
 
-    def _keep_only(self, versions: Sequence[str]) -> None:
-        """Have the worker of this process know only some versions, so that it claims no run of another (F2)."""
-        self.durable.app.finalize(auto=True)  # a task that is bound later would register itself anew
-        kept = TaskRegistry()
-        for text in versions:
-            name, _, number = text.partition("@")
-            if not number.isdigit():
-                raise UnknownTaskError(text, self.durable.tasks.declared())
-            kept.add(self.durable.tasks.get(name, int(number)))
-        self.durable.tasks = kept
+    def _chosen(self, versions: Sequence[str]) -> str:
+        """Return the option that has the worker take these versions alone, once it is known that there are such."""
+        text = ",".join(versions)
+        self.durable.take_versions(text)
+        return text
 
 
 class OutboxRelay:

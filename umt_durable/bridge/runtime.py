@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 NODE_VARIABLE = "UMT_DURABLE_NODE"
 """The environment variable by which the pool children of a worker learn its node id (32 hex digits)."""
 
+VERSIONS_VARIABLE = "UMT_DURABLE_VERSIONS"
+"""The environment variable by which spawned pool children learn which versions their worker takes."""
+
 CLAIM_KEY = "umt_claim"
 """The request key of a delivery's claim id (32 hex digits). The child drops it before it copies request headers."""
 
@@ -165,6 +168,12 @@ class DurableRuntime(Protocol):
         """Read what a run was called with, for people; None when it has no row or cannot be read.
 
         Errors: DatabaseUnavailableError.
+        """
+
+    def take_versions(self, text: str) -> None:
+        """Have this worker take some versions of its tasks only.
+
+        Errors: UnknownTaskError, DefinitionError.
         """
 
     def check_schema(self) -> None:

@@ -93,7 +93,7 @@ class Executor:
     def _claim(self, delivery: Delivery, worker: UUID) -> tuple[float, Grant | None]:
         """Ask for the grant; return it with the `boottime` at which its statement was sent."""
         task = self._tasks.get(delivery.task)
-        versions = self._tasks.versions(delivery.task)
+        versions, takes_new = self._tasks.taken(delivery.task), self._tasks.takes_new(delivery.task)
 
         def ask(conn: Connection) -> tuple[float, Grant | None]:
             sent = boottime()
@@ -105,6 +105,7 @@ class Executor:
                 claim=delivery.claim,
                 worker=worker,
                 versions=versions,
+                takes_new=takes_new,
                 limit_seconds=task.limit_seconds,
             )
             return sent, grant
@@ -119,8 +120,10 @@ class Executor:
 
     def _not_had(self, delivery: Delivery) -> Dropped:
         """Drop a delivery whose run could not be claimed; if that is for its version, another worker gets its hint."""
-        versions = self._tasks.versions(delivery.task)
-        if self._refusals.refuse(delivery.run_id, delivery.nesting, task=delivery.task, versions=versions):
+        versions, takes_new = self._tasks.taken(delivery.task), self._tasks.takes_new(delivery.task)
+        if self._refusals.refuse(
+            delivery.run_id, delivery.nesting, task=delivery.task, versions=versions, takes_new=takes_new
+        ):
             return Dropped("this worker has not the run's version")
         telemetry.count(telemetry.Counter.DUPLICATE_DELIVERY)
         return Dropped("nothing to claim: the run is being executed, parked or finished")

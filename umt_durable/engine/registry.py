@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from umt_durable.codec import EMPTY, Encoded, InputSchema, encode_arguments, return_annotation
 from umt_durable.engine.failures import ExceptionRegistry
 from umt_durable.engine.retry import RetryPolicy
+from umt_durable.engine.selection import Selection
 from umt_durable.errors import DefinitionError, DuplicateTaskError, UnknownTaskError
 
 MAX_NAME = 255
@@ -83,6 +84,8 @@ class TaskRegistry:
     def __init__(self) -> None:
         self._tasks: dict[str, dict[int, TaskDefinition]] = {}
         self.exceptions = ExceptionRegistry()
+        self.selection: Selection | None = None
+        """What this process takes of them; None is all. What it enqueues is not bound by that."""
 
     def add(self, definition: TaskDefinition) -> None:
         """Register a version of a task.
@@ -118,9 +121,32 @@ class TaskRegistry:
         return sorted(self._tasks.get(name, ()))
 
     def declared(self) -> list[str]:
-        """Return what a worker with this registry can take: `task` and `task@version` for each."""
+        """Return what is registered: `task` and `task@version` for each."""
         names = list(self._tasks)
         return sorted(names + [f"{name}@{version}" for name in names for version in self._tasks[name]])
+
+    def take_only(self, texts: Iterable[str]) -> None:
+        """Have this process take some versions only: `charge@1`, all of `charge`, all that match `import_*`.
+
+        Errors: UnknownTaskError says what there is; DefinitionError where nothing is named.
+        """
+        self.selection = Selection.parse(
+            texts, [(name, one) for name, versions in self._tasks.items() for one in versions]
+        )
+
+    def taken(self, name: str) -> list[int]:
+        """Return the versions of a task that this process takes, the lowest first."""
+        return [one for one in self.versions(name) if self.selection is None or self.selection.takes(name, one)]
+
+    def takes_new(self, name: str) -> bool:
+        """Say whether this process takes runs of a task that have no version yet: they get the highest there is."""
+        return self.versions(name)[-1:] == self.taken(name)[-1:] != []
+
+    def offered(self) -> list[str]:
+        """Return what this process takes, for others to see: `task@version` for each, and `task` for new runs."""
+        names = list(self._tasks)
+        new = [name for name in names if self.takes_new(name)]
+        return sorted(new + [f"{name}@{version}" for name in names for version in self.taken(name)])
 
     def __iter__(self) -> Iterator[TaskDefinition]:
         return (definition for versions in self._tasks.values() for definition in versions.values())

@@ -26,11 +26,20 @@ class Refusals:
         self._settings = settings
         self._next = 0.0  # two threads that meet here cost a hint its place in the row, no more
 
-    def refuse(self, run_id: str, nesting: int, *, task: str | None = None, versions: Sequence[int] = ()) -> bool:
+    def refuse(
+        self,
+        run_id: str,
+        nesting: int,
+        *,
+        task: str | None = None,
+        versions: Sequence[int] = (),
+        takes_new: bool = True,
+    ) -> bool:
         """Have the hint of a run come back a little later, if a live worker can use it, and say whether it was refused.
 
-        Shape: `task` and `versions` are what this process has of the run's task, nothing for one it does not know. A
-        run that is not ready, or that this process can execute, was not refused.
+        Shape: `task` and `versions` are what this process takes of the run's task, nothing for one it does not know;
+        `takes_new` whether it takes runs without a version. A run that is not ready, or that this process can execute,
+        was not refused.
         Errors: DatabaseUnavailableError; repeating it is safe.
         """
         now = boottime()
@@ -42,6 +51,7 @@ class Refusals:
                 nesting,
                 task=task,
                 versions=versions,
+                takes_new=takes_new,
                 spread_seconds=place - now,
                 deliver_seconds=self._settings.deliver_seconds,
             )

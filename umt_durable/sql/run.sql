@@ -31,7 +31,7 @@ WITH c AS (
            version = coalesce(version, %(version)s), queue = coalesce(queue, {schema}.queue_of(task)),
            wake_at = NULL, expires_at = NULL, redelivers = 0, attempt_deadline = {schema}.now() + %(limit)s::interval
      WHERE id = %(id)s AND nesting = %(nesting)s AND task = %(task)s
-       AND (version IS NULL OR version = ANY(%(versions)s))
+       AND (version = ANY(%(versions)s::int[]) OR (version IS NULL AND %(new)s))
        AND ((state = 'ready' AND paused_at IS NULL AND (wake_at IS NULL OR wake_at <= {schema}.now())
              AND (expires_at IS NULL OR expires_at > {schema}.now()))
             OR (state = 'running' AND claim = %(claim)s))
@@ -767,7 +767,7 @@ c AS MATERIALIZED (
            (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) IN (SELECT version FROM live) AS live
       FROM {schema}.run
      WHERE id = %(id)s AND nesting = %(nesting)s AND state = 'ready' AND paused_at IS NULL
-       AND NOT coalesce(task = %(task)s::text AND (version IS NULL OR version = ANY(%(versions)s::int[])), false)
+       AND NOT coalesce(task = %(task)s::text AND (version = ANY(%(versions)s::int[]) OR (version IS NULL AND %(new)s)), false)
        FOR UPDATE SKIP LOCKED),
 u AS (
     UPDATE {schema}.run

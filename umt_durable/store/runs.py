@@ -92,9 +92,11 @@ def claim(
     worker: UUID,
     versions: Sequence[int],
     limit_seconds: float | None,
+    takes_new: bool = True,
 ) -> Grant | None:
     """Give a ready run to a worker; the same claim again gives the same grant; None when it cannot be had.
 
+    Shape: `versions` are those the worker takes; with `takes_new` a run without one gets the highest of them.
     Units: `limit_seconds` is the attempt's own deadline, if its task declares one.
     """
     row = sql.maybe(
@@ -105,8 +107,9 @@ def claim(
         task=task,
         claim=claim,
         worker=worker,
-        version=max(versions),
+        version=max(versions, default=None),
         versions=list(versions),
+        new=takes_new,
         limit=_interval(limit_seconds),
     )
     if row is None:
@@ -538,11 +541,12 @@ def refuse_hint(
     versions: Sequence[int],
     spread_seconds: float,
     deliver_seconds: float,
+    takes_new: bool = True,
 ) -> bool | None:
     """Have the hint of a ready run come back later that this process has not the code for.
 
-    Shape: `task` and `versions` are what it has of the task, `spread_seconds` is how much later at least. True: a live
-    worker has the code, and the hint is written again; False: none has; None: the run is not ready, or it was no
+    Shape: `task`, `versions` and `takes_new` are what it takes, `spread_seconds` is how much later at least. True: a
+    live worker has the code, and the hint is written again; False: none has; None: the run is not ready, or it was no
     refusal.
     """
     row = sql.maybe(
@@ -552,6 +556,7 @@ def refuse_hint(
         nesting=nesting,
         task=task,
         versions=list(versions),
+        new=takes_new,
         spread=timedelta(seconds=spread_seconds),
         deliver=timedelta(seconds=deliver_seconds),
     )
