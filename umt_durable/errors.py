@@ -17,6 +17,7 @@
     ├── PayloadKeyError               a stored value is encrypted with a key that is not known here
     ├── AutocommitError               a caller's connection has no transaction to join
     ├── UnknownTaskError
+    ├── UnknownQueueError
     ├── UnknownRunError
     ├── UnknownEventError             no row of the outbox has this id
     ├── WrongStatusError              what a person wants of a run is not possible in its state
@@ -172,6 +173,16 @@ class UnknownTaskError(DurableError):
         self.task = task
         names = ", ".join(sorted(known)) or "none"
         super().__init__(f"no durable task named {task!r} is registered here (registered: {names})")
+
+
+class UnknownQueueError(DurableError):
+    """No durable task and no run has a queue of this name."""
+
+    def __init__(self, queue: str, known: Iterable[str] = ()) -> None:
+        self.queue = queue
+        super().__init__(
+            f"no task and no run has a queue named {queue!r} (known: {', '.join(sorted(known)) or 'none'})"
+        )
 
 
 class UnknownRunError(DurableError):

@@ -46,6 +46,14 @@ class CompletionOutcome(StrEnum):
 PAUSED: Final = "paused"
 """What people call a run that stands still until it is resumed: a mark beside its state, until it has ended."""
 
+
+class Scope(StrEnum):
+    """What can be paused as a whole."""
+
+    TASK = "task"
+    QUEUE = "queue"
+
+
 OWN: Final = "umt_durable."
 """How the names of this package's own durable tasks begin. Their runs are not shown unless they are asked for."""
 

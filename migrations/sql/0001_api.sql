@@ -203,5 +203,8 @@ CREATE VIEW {schema}.worker_view AS
 CREATE VIEW {schema}.key_view AS
     SELECT task, key, run, expires_at, created_at FROM {schema}.idempotency_key;
 
+CREATE VIEW {schema}.pause_view AS
+    SELECT scope, name, actor, reason, at, resumed_at FROM {schema}.pause;
+
 CREATE VIEW {schema}.audit_view AS
     SELECT id, act, run, actor, reason, detail, at FROM {schema}.audit;

@@ -314,6 +314,17 @@ CREATE TABLE {schema}.audit (
     at     timestamptz NOT NULL DEFAULT {schema}.now()
 );
 CREATE INDEX audit_run ON {schema}.audit (run, at) WHERE run IS NOT NULL;
+
+-- Tasks and queues whose ready runs are taken by nobody. One that was resumed stays until its runs were made due.
+CREATE TABLE {schema}.pause (
+    scope      text NOT NULL CONSTRAINT pause_scope_known CHECK (scope IN ('task', 'queue')),
+    name       text NOT NULL,
+    actor      text NOT NULL,
+    reason     text,
+    at         timestamptz NOT NULL DEFAULT {schema}.now(),
+    resumed_at timestamptz,
+    CONSTRAINT pause_pkey PRIMARY KEY (scope, name)
+);
 """
 
 # What callers run inside their own transactions: INSERT only, so that a transaction left open blocks no run (I23).
@@ -324,6 +335,15 @@ FUNCTIONS = """
 CREATE FUNCTION {schema}.queue_of(task text) RETURNS text LANGUAGE sql STABLE PARALLEL SAFE
     RETURN (SELECT w.queues ->> task FROM {schema}.worker AS w
              WHERE w.lease_until > {schema}.now() AND w.queues ? task ORDER BY w.started_at DESC, w.id LIMIT 1);
+
+-- Whether a ready run of a task, in a queue, has to wait for somebody who resumes one of them. This package's own
+-- tasks, which bring answers, do not wait for a queue.
+CREATE FUNCTION {schema}.is_paused(task text, queue text) RETURNS boolean LANGUAGE sql STABLE PARALLEL SAFE
+    RETURN EXISTS (SELECT 1 FROM {schema}.pause AS p
+                    WHERE p.resumed_at IS NULL
+                      AND CASE p.scope WHEN 'task' THEN p.name = task
+                          ELSE p.name = coalesce(queue, {schema}.queue_of(task))
+                               AND NOT starts_with(task, 'umt_durable.') END);
 
 CREATE FUNCTION {schema}.enqueue_run(
     p_id text, p_nesting int, p_task text, p_version int, p_queue text, p_priority int, p_args bytea, p_codec int,

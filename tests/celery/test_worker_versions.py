@@ -74,7 +74,7 @@ def test_f2_f4_two_workers_of_one_version_each_take_their_own_runs_and_all_ordin
     assert {TASK, f"{TASK}@1", f"{TASK}@2"} <= workers.live_versions(conn)
 
 
-def test_f2_f5_runs_wait_for_the_worker_that_takes_their_version(
+def test_f2_f5_i19_runs_wait_for_the_worker_that_takes_their_version(
     take: Callable[..., Worker],
     callers: dict[str, Durable],
     wait_for_state: Callable[..., None],

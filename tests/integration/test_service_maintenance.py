@@ -18,7 +18,7 @@ from umt_durable.settings import Settings
 # What is promised here does not depend on the server's version, and some of it takes seconds.
 pytestmark = pytest.mark.private_postgres_only
 
-EVERYTHING = Due(*[True] * 7)
+EVERYTHING = Due(*[True] * 8)
 
 
 def test_rg6_a_duty_that_fails_stops_no_other_is_logged_once_and_rests(

@@ -89,6 +89,7 @@ TABLES = {
     "outbox_event": "SIUD",
     "op_ledger": "SIU",
     "worker": "SIUD",
+    "pause": "SIUD",
     "idempotency_key": "SU",
     "broker_marker": "SIU",
     "setting": "S",
@@ -98,6 +99,7 @@ TABLES = {
 """What a worker may do with each table; nobody else may do anything with them, but read the revision."""
 VIEWS = [
     *(f"{name}_view" for name in ("run", "attempt", "step", "wait", "fact", "outbox", "op", "worker", "key", "audit")),
+    "pause_view",
     "payload_keys",
 ]
 OPEN = {
@@ -175,7 +177,7 @@ APP_STATEMENTS = {
 """What an app's processes say to the database, of all named statements that touch the schema."""
 UI_STATEMENTS = {
     *("list_runs", "count_by_state", "runs_of_id", "list_workers", "live_versions", "sum_counters", "outbox_status"),
-    *("blocked_runs", "quarantined_runs", "live_runs_by_version", "dead_events"),
+    *("blocked_runs", "quarantined_runs", "live_runs_by_version", "dead_events", "list_pauses", "knows_queue"),
 }
 ANYBODY = {"may_apply", "missing_rights", "read_server", "limit_lock_wait", "oldest_transaction"} | {
     *(

@@ -29,6 +29,7 @@ class Filter:
     """Which runs an act is for, as the options of its command say."""
 
     task: str | None
+    queue: str | None
     states: Sequence[str]
     age: timedelta | None
     dry_run: bool
@@ -37,7 +38,7 @@ class Filter:
     @property
     def is_given(self) -> bool:
         """Say whether runs are chosen at all."""
-        return self.task is not None or bool(self.states) or self.age is not None
+        return not (self.task is None and self.queue is None) or bool(self.states) or self.age is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ def filters(command: F) -> F:
     options = (
         click.argument("run_id", metavar="[RUN]", required=False),
         click.option("--task", metavar="NAME", help="Instead of RUN: all runs of this task …"),
+        click.option("--queue", metavar="NAME", help="… in this queue …"),
         click.option(
             "--state",
             "states",
@@ -80,11 +82,11 @@ def chosen(run_id: str | None, given: dict[str, Any]) -> Filter | None:
 
     Errors: a usage error for neither or both.
     """
-    found = Filter(given["task"], given["states"], given["older_than"], given["dry_run"], given["yes"])
+    found = Filter(given["task"], given["queue"], given["states"], given["older_than"], given["dry_run"], given["yes"])
     if (run_id is None) is not found.is_given:
-        raise click.UsageError("name a RUN, or choose runs by --task, --state or --older-than")
+        raise click.UsageError("name a RUN, or choose runs by --task, --queue, --state or --older-than")
     if run_id is not None and (found.dry_run or found.yes):
-        raise click.UsageError("--dry-run and --yes are for runs chosen by --task, --state or --older-than")
+        raise click.UsageError("--dry-run and --yes are for runs chosen by --task, --queue, --state or --older-than")
     return None if run_id is not None else found
 
 
@@ -115,7 +117,7 @@ def do_to_many(durable: Durable, act: Act, which: Filter, *, as_json: bool) -> N
 
 def _ids(durable: Durable, act: Act, which: Filter, states: Sequence[RunState], *, or_paused: bool) -> list[str]:
     given: dict[str, Any] = {"states": states, "task": which.task, "paused": act.paused, "age": which.age}
-    given |= {"or_paused": or_paused, "own": hidden(which.task, internal=False)}
+    given |= {"queue": which.queue, "or_paused": or_paused, "own": hidden(which.task, internal=False)}
     ids: dict[str, None] = {}
     after = 0
     while True:

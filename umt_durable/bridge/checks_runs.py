@@ -11,6 +11,7 @@ from umt_durable.bridge.task import DurableTask
 from umt_durable.records import WorkerRecord
 from umt_durable.settings import Settings
 from umt_durable.store.diagnosis import DeadEvents, RunsWithPriority, StillRuns
+from umt_durable.store.pauses import Pause
 
 LATE_SECONDS: Final = 60.0
 DEFECTS: Final = ("system_retry", "rescan_hit", "duty_failed")
@@ -110,6 +111,13 @@ def still(blocked: Sequence[StillRuns], quarantined: Sequence[StillRuns], *, is_
         )
     if not quarantined and not (blocked and is_staffed):
         yield ok("runs", "none is blocked or quarantined")
+
+
+def pauses(found: Sequence[Pause]) -> Findings:
+    """Tell of tasks and queues that stand still until somebody resumes them."""
+    for one in found:
+        runs = counted(one.runs, "ready run waits", "ready runs wait")
+        yield warn("paused", f"{one}; {runs}", f"let it go on: `umt-durable {one.scope} resume {one.name}`")
 
 
 def queues_with_priority(found: Sequence[RunsWithPriority], app: Any, queue_of: Callable[[str], str]) -> dict[str, str]:

@@ -27,6 +27,8 @@ COMMANDS: Final = {
     "fork": "cli_acts",
     "pause": "cli_acts",
     "resume": "cli_acts",
+    "task": "cli_pauses",
+    "queue": "cli_pauses",
     "versions": "cli_versions",
     "resolve": "cli_runs",
     "complete": "cli_runs",

@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from umt_durable.bridge.bulk import Act, chosen, do_to_many, filters
-from umt_durable.bridge.cli_runs import actor, checked, json_of, run_document, state_of
+from umt_durable.bridge.cli_runs import actor_option, checked, json_of, run_document, state_of
 from umt_durable.bridge.console import emit, json_option, say
 from umt_durable.bridge.durable import Durable
 from umt_durable.states import TERMINAL, RunState
@@ -20,15 +20,18 @@ STANDING: Final = [RunState.QUARANTINED, RunState.FAILED, RunState.CANCELLED]
 @click.command()
 @filters
 @click.option("--reason", metavar="TEXT", help="Kept with the run.")
+@actor_option
 @json_option
 @click.pass_context
-def cancel(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json: bool, **given: Any) -> None:
+def cancel(
+    ctx: click.Context, /, run_id: str | None, reason: str | None, who: str, as_json: bool, **given: Any
+) -> None:
     """Ask that a run end as cancelled.
 
     A parked or waiting run ends at once, a running one at its next step; a run that has ended stays as it is.
     """
     durable, which = checked(ctx), chosen(run_id, given)
-    cancel_one = partial(durable.client.cancel, reason=reason, actor=actor())
+    cancel_one = partial(durable.client.cancel, reason=reason, actor=who)
     if which is not None:
         do_to_many(durable, Act("cancel", cancel_one, LIVE), which, as_json=as_json)
         return
@@ -48,16 +51,17 @@ def cancel(ctx: click.Context, /, run_id: str | None, reason: str | None, as_jso
 @click.command()
 @filters
 @click.option("--reason", metavar="TEXT", help="Kept in the audit.")
+@actor_option
 @json_option
 @click.pass_context
-def retry(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json: bool, **given: Any) -> None:
+def retry(ctx: click.Context, /, run_id: str | None, reason: str | None, who: str, as_json: bool, **given: Any) -> None:
     """Have a run go on that is quarantined, failed or cancelled.
 
     A quarantined run is made ready with a new crash budget. A failed or cancelled one stays as it is: a new run takes
     up what it had done, once however often this is asked.
     """
     durable, which = checked(ctx), chosen(run_id, given)
-    client, who = durable.client, actor()
+    client = durable.client
     if which is not None:
         retry_one = partial(client.retry, actor=who, reason=reason)
         do_to_many(durable, Act("retry", retry_one, STANDING, takes_paused=False), which, as_json=as_json)
@@ -78,6 +82,7 @@ def retry(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json
 @click.option("--input", "given", metavar="JSON", help="Other arguments: an object of all of them by name.")
 @click.option("--version", type=int, metavar="N", help="Another version of the task.")
 @click.option("--reason", metavar="TEXT", help="Kept in the audit.")
+@actor_option
 @json_option
 @click.pass_context
 def fork(
@@ -87,6 +92,7 @@ def fork(
     given: str | None,
     version: int | None,
     reason: str | None,
+    who: str,
     as_json: bool,
 ) -> None:
     """Start a new run that begins where RUN was at a step.
@@ -95,7 +101,7 @@ def fork(
     """
     durable = checked(ctx, tasks=given is not None)
     arguments = None if given is None else json_of(given)
-    made = durable.fork(run_id, from_step=from_step, actor=actor(), reason=reason, input=arguments, version=version)
+    made = durable.fork(run_id, from_step=from_step, actor=who, reason=reason, input=arguments, version=version)
     if as_json:
         emit({"run": run_id, "fork": made}, [], as_json=True)
     else:
@@ -105,15 +111,16 @@ def fork(
 @click.command()
 @filters
 @click.option("--reason", metavar="TEXT", help="Kept in the audit.")
+@actor_option
 @json_option
 @click.pass_context
-def pause(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json: bool, **given: Any) -> None:
+def pause(ctx: click.Context, /, run_id: str | None, reason: str | None, who: str, as_json: bool, **given: Any) -> None:
     """Have a run stand still until it is resumed.
 
     A process that executes it ends the step in flight first. Sleeps and time-outs go on, and facts reach it.
     """
     durable, which = checked(ctx), chosen(run_id, given)
-    pause_one = partial(durable.client.pause, actor=actor(), reason=reason)
+    pause_one = partial(durable.client.pause, actor=who, reason=reason)
     if which is not None:
         do_to_many(durable, Act("pause", pause_one, LIVE, paused=False, takes_paused=False), which, as_json=as_json)
         return
@@ -125,12 +132,15 @@ def pause(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json
 @click.command()
 @filters
 @click.option("--reason", metavar="TEXT", help="Kept in the audit.")
+@actor_option
 @json_option
 @click.pass_context
-def resume(ctx: click.Context, /, run_id: str | None, reason: str | None, as_json: bool, **given: Any) -> None:
+def resume(
+    ctx: click.Context, /, run_id: str | None, reason: str | None, who: str, as_json: bool, **given: Any
+) -> None:
     """Let a paused run go on."""
     durable, which = checked(ctx), chosen(run_id, given)
-    resume_one = partial(durable.client.resume, actor=actor(), reason=reason)
+    resume_one = partial(durable.client.resume, actor=who, reason=reason)
     if which is not None:
         do_to_many(durable, Act("resume", resume_one, LIVE, paused=True), which, as_json=as_json)
         return

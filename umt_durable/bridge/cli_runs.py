@@ -25,8 +25,9 @@ from umt_durable.engine.failures import Failure
 from umt_durable.errors import DecodingError, PayloadKeyError, UnknownTaskError
 from umt_durable.records import Run, StepEntry, WaitEntry
 from umt_durable.redaction import redact
-from umt_durable.states import OWN, PAUSED, RunState
+from umt_durable.states import OWN, PAUSED, RunState, Scope
 from umt_durable.store import diagnosis, outbox, workers
+from umt_durable.store.pauses import Pause
 
 Document = dict[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,12 +41,20 @@ def all_option(command: F) -> F:
     return click.option("--all", "internal", is_flag=True, help=said)(command)
 
 
+def actor_option(command: F) -> F:
+    """Give a command the option `--actor`, as the parameter `who`."""
+    said = "Who does it, for the audit; else the user who calls the command."
+    return click.option("--actor", "who", metavar="NAME", help=said, callback=lambda *given: given[2] or actor())(
+        command
+    )
+
+
 @click.command()
 @all_option
 @json_option
 @click.pass_context
 def status(ctx: click.Context, internal: bool, as_json: bool) -> None:
-    """Count runs by state, the outbox, live workers, and what all processes counted.
+    """Count runs by state, what is paused as a whole, the outbox, live workers, and what all processes counted.
 
     Blocked are the ready runs that no live worker can take.
     """
@@ -55,16 +64,23 @@ def status(ctx: click.Context, internal: bool, as_json: bool) -> None:
     own = hidden(None, internal=internal)
     pending, dead, oldest = database.do(outbox.status)
     live = [worker for worker in database.do(workers.recent) if worker.live]
+    paused = durable.pauses.list()
     document: Document = {
         "schema": durable.settings.schema,
         "runs": {state: counts.get(state, 0) for state in (*RunState, PAUSED)},
         "blocked": sum(group.runs for group in database.do(partial(diagnosis.blocked, own=own))),
+        "paused": [asdict(one) for one in paused],
         "outbox": {"pending": pending, "dead": dead, "oldest_seconds": round(oldest, 3)},
         "workers": [asdict(worker) for worker in live],
         "counters": database.do(workers.sum_counters),
     }
     sections = [
         Section("runs", ("state", "runs"), _counted({**document["runs"], "blocked": document["blocked"]})),
+        Section(
+            "paused",
+            ("", "name", "runs", "since", "by", "reason"),
+            [(one.scope, one.name, one.runs, one.at, one.actor, one.reason) for one in paused],
+        ),
         Section("outbox", ("", "rows"), [("pending", pending), ("dead", dead), ("oldest_seconds", oldest)]),
         Section("worker", ("process", "since", "declares"), [_worker_row(worker) for worker in live]),
         Section("counter", ("", "all processes"), _counted(document["counters"])),
@@ -109,11 +125,13 @@ def runs(
     if not found and task is not None and not durable.has_task(task) and not durable.client.list(task=task, limit=1):
         raise UnknownTaskError(task, durable.tasks.declared())
     columns = ("no", "id", "task", "state", "ref", "failures", "crashes", "queue", "created", "due")
+    paused = durable.pauses.list()
     document = {
-        "runs": [run_document(run) for run in found],
+        "runs": [run_document(run) | {"waits_for": _keeping(run, paused)} for run in found],
         "before": found[-1].no if len(found) == limit else None,
     }
-    emit(document, [Section("run", columns, [_run_row(run) for run in found], stacked=("id", "task"))], as_json=as_json)
+    rows = [_run_row(run, paused) for run in found]
+    emit(document, [Section("run", columns, rows, stacked=("id", "task"))], as_json=as_json)
 
 
 @click.command()
@@ -240,9 +258,18 @@ def state_of(run: Run) -> str:
     return " ".join(filter(None, [str(run.state), *marks, asked]))
 
 
-def _run_row(run: Run) -> tuple[object, ...]:
+def _keeping(run: Run, paused: Sequence[Pause]) -> list[str]:
+    """Say which pauses of a task or queue keep a ready run."""
+    if run.state is not RunState.READY:
+        return []
+    names = {Scope.TASK: run.task, Scope.QUEUE: None if run.task.startswith(OWN) else run.queue}
+    return [f"{one.scope} {one.name}" for one in paused if names[one.scope] == one.name]
+
+
+def _run_row(run: Run, paused: Sequence[Pause]) -> tuple[object, ...]:
+    kept = "".join(f" ({one.split()[0]} paused)" for one in _keeping(run, paused))
     return (
-        *(run.no, run.id, _task_of(run), state_of(run), run.ref, run.failures, run.crashes, run.queue),
+        *(run.no, run.id, _task_of(run), state_of(run) + kept, run.ref, run.failures, run.crashes, run.queue),
         *(run.created_at, run.wake_at),
     )
 
@@ -283,6 +310,9 @@ def _blocked(durable: Durable, run: Run) -> str | None:
     """Say why nobody takes a ready run, if that is so."""
     if run.state is not RunState.READY or run.paused_at is not None:
         return None
+    for pause in durable.pauses.list():
+        if f"{pause.scope} {pause.name}" in _keeping(run, [pause]):
+            return f"{pause}. Let it go on: `umt-durable {pause.scope} resume {pause.name}`"
     needed = _task_of(run)
     if needed in durable.database.do(workers.live_versions):
         return None

@@ -19,7 +19,7 @@ from umt_durable.database import Connection
 from umt_durable.errors import DatabaseUnavailableError, DurableError
 from umt_durable.records import WorkerRecord
 from umt_durable.redaction import redact_text, redact_url
-from umt_durable.store import diagnosis, outbox, workers
+from umt_durable.store import diagnosis, outbox, pauses, workers
 
 
 @click.command()
@@ -114,4 +114,5 @@ def _of_schema(durable: Durable, conn: Connection, records: Sequence[WorkerRecor
     yield from checks_runs.workers(live, durable.tasks.declared(), waiting)
     yield from checks_runs.outbox(pending, diagnosis.dead_events(conn), oldest, durable.settings)
     yield from checks_runs.still(blocked, diagnosis.quarantined(conn), is_staffed=bool(live))
+    yield from checks_runs.pauses(pauses.listed(conn))
     yield from checks_runs.counters(workers.sum_counters(conn))

@@ -25,6 +25,7 @@ from umt_durable.bridge.logs import redact_worker_logs
 from umt_durable.bridge.main_process import MainLease, handle_incident, reserved_hints
 from umt_durable.bridge.message import TaskMessage
 from umt_durable.bridge.outbox import Outbox
+from umt_durable.bridge.pausing import PauseVerbs
 from umt_durable.bridge.publisher import Publisher
 from umt_durable.bridge.reporter import CeleryReporter
 from umt_durable.bridge.runtime import NODE_VARIABLE, VERSIONS_VARIABLE
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class Durable(AsyncVerbs):
+class Durable(AsyncVerbs, PauseVerbs):
     """The durable side of a Celery app: its tasks, its database, and the verbs on runs.
 
     Shape: make it right after the app, before any task of the app is used. Settings are given here by name, or as

@@ -119,12 +119,14 @@ class Executor:
             raise
 
     def _not_had(self, delivery: Delivery) -> Dropped:
-        """Drop a delivery whose run could not be claimed; if that is for its version, another worker gets its hint."""
+        """Drop a delivery whose run could not be claimed; if that is for its version, another worker gets its hint, and
+        if its task or queue is paused, it gets one when that ends."""
         versions, takes_new = self._tasks.taken(delivery.task), self._tasks.takes_new(delivery.task)
-        if self._refusals.refuse(
+        refused = self._refusals.refuse(
             delivery.run_id, delivery.nesting, task=delivery.task, versions=versions, takes_new=takes_new
-        ):
-            return Dropped("this worker has not the run's version")
+        )
+        if refused is not None:
+            return Dropped(refused)
         telemetry.count(telemetry.Counter.DUPLICATE_DELIVERY)
         return Dropped("nothing to claim: the run is being executed, parked or finished")
 

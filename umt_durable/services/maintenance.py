@@ -13,6 +13,7 @@ from umt_durable.database import Database
 from umt_durable.errors import DatabaseBusyError, DatabaseUnavailableError
 from umt_durable.services.redispatch import REFILL_SECONDS, Broker, Redispatch
 from umt_durable.services.release import Releaser
+from umt_durable.services.resuming import Resumer
 from umt_durable.services.router import Router
 from umt_durable.services.takeover import Sweeper
 from umt_durable.services.timers import Timers
@@ -44,6 +45,7 @@ class Due(NamedTuple):
     ready: bool
     expired: bool
     release: bool
+    resumed: bool
 
 
 class Counts(Protocol):
@@ -104,6 +106,7 @@ class Maintenance:
             Duty("take-over", lambda due: due.lost, self._sweeper.run_once),
             Duty("router", lambda due: due.facts, self._router.run_once),
             Duty("release", lambda due: due.release, Releaser(database, settings).run_once),
+            Duty("resume", lambda due: due.resumed, Resumer(database).run_once),
             Duty("re-scan", _always, self._router.rescan, every=RESCAN_SECONDS),
             self._marker,
             self._hints,

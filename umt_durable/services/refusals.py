@@ -1,4 +1,7 @@
-"""Hints that came to a process without the code for their runs, on a queue that it shares with workers that have it."""
+"""Hints that came to a process which cannot take their runs.
+
+It has not the code, and shares the queue with workers that have it; or the run's task or queue is paused.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +37,17 @@ class Refusals:
         task: str | None = None,
         versions: Sequence[int] = (),
         takes_new: bool = True,
-    ) -> bool:
-        """Have the hint of a run come back a little later, if a live worker can use it, and say whether it was refused.
+    ) -> str | None:
+        """Have the hint of a run come back a little later, if a live worker can use it, and say why it was refused.
 
         Shape: `task` and `versions` are what this process takes of the run's task, nothing for one it does not know;
-        `takes_new` whether it takes runs without a version. A run that is not ready, or that this process can execute,
-        was not refused.
+        `takes_new` whether it takes runs without a version. None: it was not refused, for the run is not ready, or this
+        process can execute it.
         Errors: DatabaseUnavailableError; repeating it is safe.
         """
         now = boottime()
         place = max(now, self._next)
-        again = self._database.do(
+        found = self._database.do(
             lambda conn: runs.refuse_hint(
                 conn,
                 run_id,
@@ -56,9 +59,12 @@ class Refusals:
                 deliver_seconds=self._settings.deliver_seconds,
             )
         )
-        if again is None:
-            return False
+        if found is None:
+            return None
+        again, paused = found
         if again:
             self._next = place + 1 / A_SECOND
+        if paused:
+            return "its task or queue is paused"
         telemetry.count(telemetry.Counter.REFUSED_HINT)
-        return True
+        return "this worker has not the run's version"

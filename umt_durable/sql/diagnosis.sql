@@ -7,7 +7,7 @@ SELECT args, codec FROM {schema}.run WHERE no = %(run)s
 
 -- name: blocked_runs :many
 -- Count, by task and version, the ready runs that no live worker can take, without those of tasks whose names begin with
--- `own`.
+-- `own`, and those whose task or queue is paused.
 -- Locks: none. Index: run_ready.
 WITH live AS MATERIALIZED (
     SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker_view WHERE lease_until > {schema}.now())
@@ -16,6 +16,8 @@ SELECT task, version, count(*), min(id)
  WHERE state = 'ready' AND paused_at IS NULL
    AND (CASE WHEN version IS NULL THEN task ELSE task || '@' || version END) NOT IN (SELECT version FROM live)
    AND (%(own)s::text IS NULL OR NOT starts_with(task, %(own)s))
+   AND NOT EXISTS (SELECT 1 FROM {schema}.pause_view AS p
+                    WHERE p.resumed_at IS NULL AND p.name = CASE p.scope WHEN 'task' THEN task ELSE queue END)
  GROUP BY task, version ORDER BY count(*) DESC, task, version
 
 -- name: live_runs_by_version :many
@@ -29,13 +31,13 @@ SELECT task, version, CASE WHEN paused_at IS NULL THEN state ELSE 'paused' END A
  GROUP BY task, version, stands ORDER BY task, version, stands
 
 -- name: select_runs :many
--- List (no, id) of the next runs that people want something of, by task, state or mark of a pause, whether paused, and
--- age, without those of tasks whose names begin with `own`.
+-- List (no, id) of the next runs that people want something of, by task, queue, state or mark of a pause, whether
+-- paused, and age, without those of tasks whose names begin with `own`.
 -- Locks: none. Index: run_pkey.
 SELECT no, id FROM {schema}.run
  WHERE no > %(after)s AND (state = ANY(%(states)s) OR (%(or_paused)s AND paused_at IS NOT NULL AND finished_at IS NULL))
    AND (%(own)s::text IS NULL OR NOT starts_with(task, %(own)s))
-   AND (%(task)s::text IS NULL OR task = %(task)s)
+   AND (%(task)s::text IS NULL OR task = %(task)s) AND (%(queue)s::text IS NULL OR queue = %(queue)s)
    AND (%(paused)s::boolean IS NULL OR (paused_at IS NOT NULL) = %(paused)s)
    AND (%(age)s::interval IS NULL OR created_at <= (SELECT {schema}.now()) - %(age)s::interval)
  ORDER BY no LIMIT %(limit)s

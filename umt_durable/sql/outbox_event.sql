@@ -22,7 +22,12 @@ SELECT u.id, u.type, u.run, u.ordinal, u.payload, u.attempts, r.id, r.nesting, r
        CASE WHEN r.queue IS NULL AND u.type = 'run' THEN {schema}.queue_of(r.task) ELSE r.queue END, r.priority, r.fence,
        r.state, r.paused_at IS NOT NULL, r.envelope,
        (CASE WHEN u.run IS NULL THEN '@outbox:' || u.type
-             WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live),
+             WHEN r.version IS NULL THEN r.task ELSE r.task || '@' || r.version END) IN (SELECT version FROM live)
+       AND NOT (u.type = 'run' AND EXISTS (
+               SELECT 1 FROM {schema}.pause AS p
+                WHERE p.resumed_at IS NULL
+                  AND CASE p.scope WHEN 'task' THEN p.name = r.task
+                      ELSE p.name = coalesce(r.queue, {schema}.queue_of(r.task)) AND NOT starts_with(r.task, 'umt_durable.') END)),
        u.idempotency_key, extract(epoch FROM {schema}.now() - u.created_at)::float8, u.trace, u.step, u.once, u.doubtful
   FROM u LEFT JOIN {schema}.run AS r ON r.no = u.run
  ORDER BY u.priority DESC, u.id

@@ -125,13 +125,14 @@ def select_runs(
     states: Collection[RunState],
     or_paused: bool,
     task: str | None,
+    queue: str | None,
     paused: bool | None,
     age: timedelta | None,
     own: str | None,
     after: int,
     limit: int,
 ) -> list[tuple[int, str]]:
-    """List (no, id) of the next runs beyond a number: in one of these states, of a task, paused or not, so old.
+    """List (no, id) of the next runs beyond a number: in such a state, of a task, in a queue, paused or not, so old.
 
     Shape: `or_paused` adds the paused runs to those in these states; tasks whose names begin with `own` are left out.
     """
@@ -141,6 +142,7 @@ def select_runs(
         states=[str(one) for one in states],
         or_paused=or_paused,
         task=task,
+        queue=queue,
         paused=paused,
         age=age,
         own=own,

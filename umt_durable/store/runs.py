@@ -25,7 +25,7 @@ from umt_durable.records import (
     RunOwner,
     Token,
 )
-from umt_durable.states import Reason, RunState
+from umt_durable.states import Reason, RunState, Scope
 from umt_durable.store.guard import Guard
 
 Candidate: TypeAlias = tuple[RunNo, int]  # run and the fence it was seen with
@@ -542,12 +542,12 @@ def refuse_hint(
     spread_seconds: float,
     deliver_seconds: float,
     takes_new: bool = True,
-) -> bool | None:
-    """Have the hint of a ready run come back later that this process has not the code for.
+) -> tuple[bool, bool] | None:
+    """Have the hint of a ready run come back later that this process cannot take.
 
-    Shape: `task`, `versions` and `takes_new` are what it takes, `spread_seconds` is how much later at least. True: a
-    live worker has the code, and the hint is written again; False: none has; None: the run is not ready, or it was no
-    refusal.
+    Shape: `task`, `versions` and `takes_new` are what it takes, `spread_seconds` is how much later at least. The
+    reply: the hint is written again, since a live worker has the code; it is not, since task or queue is paused. None:
+    the run is not ready, or it was no refusal.
     """
     row = sql.maybe(
         conn,
@@ -560,7 +560,7 @@ def refuse_hint(
         spread=timedelta(seconds=spread_seconds),
         deliver=timedelta(seconds=deliver_seconds),
     )
-    return None if row is None else bool(row[0])
+    return None if row is None else (bool(row[0]), bool(row[1]))
 
 
 ReadyPlace: TypeAlias = tuple[datetime, int]  # deliver_by and number of a ready run
@@ -577,6 +577,15 @@ def bring_versions(
     names = list(versions)
     row = sql.one(conn, "bring_versions", versions=names, after=after[0], after_no=after[1], limit=limit)
     deliver_by, no, looked_at, brought = row
+    return brought, (deliver_by, no) if looked_at == limit else None
+
+
+def bring_resumed(
+    conn: Connection, scope: Scope, name: str, *, after: ReadyPlace = FIRST_READY, limit: int
+) -> tuple[int, ReadyPlace | None]:
+    """Make ready runs of a task or queue that was resumed due for delivery at once; the shape is `bring_versions`'s."""
+    given = {"scope": str(scope), "name": name, "after": after[0], "after_no": after[1], "limit": limit}
+    deliver_by, no, looked_at, brought = sql.one(conn, "bring_resumed", **given)
     return brought, (deliver_by, no) if looked_at == limit else None
 
 
@@ -626,10 +635,10 @@ def count_by_state(conn: Connection, *, own: str | None = None) -> dict[str, int
     return dict(sql.many(conn, "count_by_state", own=own))
 
 
-def due_work(conn: Connection) -> tuple[bool, bool, bool, bool, bool, bool, bool]:
-    """Say which duties have work: outbox, timers, take-over, router, redispatch, expiry, release."""
-    outbox, timers, lost_runs, facts, hints, expiry, release = sql.one(conn, "due_work")
-    return outbox, timers, lost_runs, facts, hints, expiry, release
+def due_work(conn: Connection) -> tuple[bool, bool, bool, bool, bool, bool, bool, bool]:
+    """Say which duties have work: outbox, timers, take-over, router, redispatch, expiry, release, ended pauses."""
+    outbox, timers, lost_runs, facts, hints, expiry, release, resumed = sql.one(conn, "due_work")
+    return outbox, timers, lost_runs, facts, hints, expiry, release, resumed
 
 
 def for_report(conn: Connection, run: int) -> FinishedRun | None:
