@@ -208,6 +208,14 @@ def opened(data: bytes | None) -> bytes | None:
         return data
 
 
+def key_of(frame: bytes) -> str:
+    """Return the id of the key that a frame is sealed with.
+
+    Errors: JournalCorruptError for what is no frame.
+    """
+    return _key_of(frame)[0]
+
+
 def _key_of(frame: bytes) -> tuple[str, int]:
     """Return the id of the key of a frame, and where its data begins."""
     try:

@@ -13,14 +13,17 @@ from celery import chord
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
+from tests.integration import service_kit as kit
 from tests.integration.cli_kit import Cli, cli_for, set_revision
 from tests.support.brokers import RabbitBroker, RedisBroker
 from tests.support.clock import Clock
 from tests.support.queues import QUEUE
 from tests.support.rabbit import connect
+from tests.support.sealing import BOTH
 from umt_durable.database import Connection, Database
+from umt_durable.payloads import Vault
 from umt_durable.settings import Settings
-from umt_durable.store import workers
+from umt_durable.store import diagnosis, workers
 
 # The private server of the tests does not wait for its disk, which doctor rightly finds.
 OF_THE_TESTS = {"durability"}
@@ -299,3 +302,22 @@ def test_questions_read_only_and_leave_no_transaction_open(cli: Cli, conn: Conne
         "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'umt_durable doctor'"
     ).fetchone()
     assert open_ones == (0,)
+
+
+@pytest.mark.usefixtures("worker")
+def test_sealed_payloads_that_this_app_cannot_open_are_told_with_their_key(
+    cli: Cli, settings: Settings, conn: Connection
+) -> None:
+    kit.enqueue(conn)
+    assert "payloads" not in findings(cli, "ok") | findings(cli, "fail")
+    sealing = Database(settings, Vault(BOTH))
+    with sealing.connect() as own:
+        kit.enqueue(own)
+        known, unknown = diagnosis.sealed(own)
+    sealing.close()
+
+    told = findings(cli, "fail")["payloads"]
+    assert (known, unknown) == (["new"], [])
+    assert "sealed with the key 'new'" in told["what"]
+    assert "it has no payload_codec" in told["what"]
+    assert "give it the payload_codec" in told["fix"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from psycopg.conninfo import conninfo_to_dict
@@ -9,7 +10,7 @@ from psycopg.conninfo import conninfo_to_dict
 from umt_durable import migrate
 from umt_durable.bridge.findings import Finding, Findings, fail, many, ok, warn
 from umt_durable.database import IDLE_IN_TRANSACTION_MS, LOCK_TIMEOUT_MS, STATEMENT_TIMEOUT_MS, Database
-from umt_durable.errors import MIGRATE, SchemaError
+from umt_durable.errors import MIGRATE, PayloadKeyError, SchemaError
 from umt_durable.settings import Settings, libpq_url
 from umt_durable.store.diagnosis import OpenTransaction, Server, Timeouts
 
@@ -151,6 +152,19 @@ def rights(missing: list[str]) -> Findings:
         yield fail("rights", f"this user lacks rights that a worker needs: {many(missing)}", RIGHTS_FIX)
     else:
         yield ok("rights", "this user may do what a worker does")
+
+
+def payloads(known: Sequence[str], unknown: Sequence[PayloadKeyError]) -> Findings:
+    """Look whether this app can open what is sealed in the schema."""
+    for error in unknown:
+        yield fail(
+            "payloads",
+            f"arguments of runs cannot be opened by this app: {error}",
+            "give it the payload_codec of the apps that share the schema, with this key; the view payload_keys counts"
+            " what each key has sealed",
+        )
+    if known:
+        yield ok("payloads", f"sealed, and opened with the keys {', '.join(map(repr, known))}")
 
 
 def transactions(oldest: OpenTransaction | None) -> Findings:

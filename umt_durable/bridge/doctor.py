@@ -106,6 +106,7 @@ def _of_server(durable: Durable, conn: Connection, where: str) -> Findings:
 
 def _of_schema(durable: Durable, conn: Connection, records: Sequence[WorkerRecord]) -> Findings:
     yield from checks_database.schema_clock(diagnosis.clock_offset(conn))
+    yield from checks_database.payloads(*diagnosis.sealed(conn))
     live = checks_runs.main_processes(records)
     blocked = diagnosis.blocked(conn)
     pending, _, oldest = outbox.status(conn)

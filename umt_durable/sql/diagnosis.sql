@@ -85,6 +85,16 @@ SELECT id, seconds, sealed
 -- Locks: none. Index: none (a scan; for people).
 SELECT queue, task, count(*), min(id) FROM {schema}.run WHERE priority > 0 AND finished_at IS NULL GROUP BY queue, task ORDER BY 1, 2
 
+-- name: sealed_samples :many
+-- Read the smallest arguments that each key has sealed, of the newest and of the oldest runs, up to `limit` of each. Where
+-- payloads are sealed at all, arguments are.
+-- Locks: none. Index: run_pkey.
+WITH s AS MATERIALIZED (
+    (SELECT args FROM {schema}.run ORDER BY no DESC LIMIT %(limit)s)
+    UNION ALL (SELECT args FROM {schema}.run ORDER BY no LIMIT %(limit)s))
+SELECT DISTINCT ON ({schema}.key_of(args)) args FROM s
+ WHERE substr(args, 1, 1) = '\x00'::bytea ORDER BY {schema}.key_of(args), octet_length(args)
+
 -- name: read_server_settings :one
 -- Read what decides whether commits are kept, who is connected, and what this connection was given.
 -- Locks: none. Index: none.

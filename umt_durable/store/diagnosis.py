@@ -8,6 +8,8 @@ from datetime import timedelta
 
 from umt_durable import sql
 from umt_durable.database import Connection
+from umt_durable.errors import JournalCorruptError, PayloadKeyError
+from umt_durable.payloads import key_of, plain
 from umt_durable.records import RunNo
 from umt_durable.states import RunState
 
@@ -150,6 +152,24 @@ def select_runs(
         limit=limit,
     )
     return [(row[0], row[1]) for row in rows]
+
+
+def sealed(conn: Connection, *, limit: int = 500) -> tuple[list[str], list[PayloadKeyError]]:
+    """Look at the payloads of the newest and oldest runs: which keys can be opened here, and why others cannot.
+
+    Shape: (keys, errors); a payload that was changed counts as neither.
+    """
+    known, unknown = [], []
+    for (frame,) in sql.many(conn, "sealed_samples", limit=limit):
+        try:
+            plain(frame)
+        except PayloadKeyError as error:
+            unknown.append(error)
+        except JournalCorruptError:
+            continue
+        else:
+            known.append(key_of(frame))
+    return known, unknown
 
 
 def quarantined(conn: Connection) -> list[StillRuns]:
