@@ -17,7 +17,7 @@ from tests.support.workers import Pool, Worker
 from umt_durable.database import Connection
 from umt_durable.errors import InputError, MessageRefusedError
 from umt_durable.failpoints import ENVIRONMENT
-from umt_durable.states import RunState
+from umt_durable.states import AttemptOutcome, RunState
 from umt_durable.store import outbox
 
 pytestmark = pytest.mark.processes
@@ -196,3 +196,19 @@ def test_an_existing_bound_task_keeps_its_own_retries(
     assert body_log.count(fine.id, "body") == 3
     assert body_log.count(exhausted.id, "body") == 4
     assert body_log.count(fine.id, "flaky") == 1
+
+
+def test_autoretry_for_and_max_retries_of_an_existing_task_are_durable_retries(
+    tasks: Tasks, start_worker: Callable[..., Worker], body_log: BodyLog
+) -> None:
+    start_worker(pool="threads", concurrency=1)
+
+    fine, exhausted = tasks.automatic.delay(2), tasks.automatic.delay(50)
+
+    assert fine.get(timeout=60) == 3
+    with pytest.raises(FlakyError):
+        exhausted.get(timeout=60)
+    assert body_log.count(exhausted.id, "automatic") == 3
+    assert [tasks.durable.get(one.id).failures for one in (fine, exhausted)] == [2, 2]
+    ends = [attempt.outcome for attempt in tasks.durable.history(fine.id).attempts]
+    assert ends == [AttemptOutcome.FAILED, AttemptOutcome.FAILED, AttemptOutcome.COMPLETED]

@@ -8,14 +8,12 @@ from datetime import timedelta
 import pytest
 
 from tests.support.clock import Clock
-from tests.support.engine import Engine
+from tests.support.engine import Engine, enter
 from umt_durable.database import Database
 from umt_durable.engine.context import TaskContext
 from umt_durable.engine.outcomes import Finished, Parked
-from umt_durable.engine.retry import RetryPolicy
-from umt_durable.errors import (
-    StepFailedError,
-)
+from umt_durable.engine.retry import RetryAfter, RetryPolicy
+from umt_durable.errors import NonRetryableError, StepFailedError
 from umt_durable.settings import Settings
 from umt_durable.states import AttemptOutcome, RunState
 
@@ -179,3 +177,106 @@ def test_an_exception_class_that_nobody_registered_comes_as_step_failed(engine: 
     assert isinstance(outcome, Finished)
     assert isinstance(outcome.error, StepFailedError)
     assert outcome.error.type_name == "DeclinedError"
+
+
+def test_i14_wake_ups_use_up_neither_attempts_nor_crashes(engine: Engine, clock: Clock) -> None:
+    @engine.task("t", retry=RetryPolicy(2, initial=timedelta(0)))
+    def body(ctx: TaskContext) -> int:
+        for _ in range(8):
+            ctx.step.sleep("nap", timedelta(minutes=1))
+        if ctx.attempt < 2:
+            raise DeclinedError("after all those naps")
+        return ctx.attempt
+
+    run_id, outcome = engine.run("t")
+    for _ in range(9):
+        assert isinstance(outcome, Parked)
+        clock.advance(seconds=61)
+        engine.timers()
+        outcome = engine.process().deliver(run_id, "t")
+
+    assert isinstance(outcome, Finished)
+    assert outcome.value == 2
+    run = engine.client.get(run_id)
+    assert (run.failures, run.crashes, len(engine.client.history(run_id).attempts)) == (1, 0, 10)
+
+
+def test_retry_after_parks_a_step_for_that_long_and_uses_up_a_try(engine: Engine, clock: Clock) -> None:
+    @engine.task("t", retry=RetryPolicy(2, initial=timedelta(seconds=1)))
+    def body(ctx: TaskContext) -> None:
+        def busy() -> None:
+            raise RetryAfter(90)
+
+        ctx.step.run("busy", busy)
+
+    run_id, outcome = engine.run("t")
+    assert isinstance(outcome, Parked)
+    clock.advance(seconds=80)
+    engine.timers()
+    assert engine.state(run_id) is RunState.RETRYING
+    clock.advance(seconds=11)
+    engine.timers()
+    engine.process().deliver(run_id, "t")
+
+    assert engine.state(run_id) is RunState.FAILED
+    assert engine.client.history(run_id).steps[0].failures == 2
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in a step", "between steps"])
+def test_a_non_retryable_error_is_final_whatever_the_policy(engine: Engine, inside: bool) -> None:
+    def refuse() -> None:
+        raise NonRetryableError("no such card")
+
+    @engine.task("t", retry=RetryPolicy.NETWORK)
+    def body(ctx: TaskContext) -> None:
+        ctx.step.run("charge", refuse) if inside else refuse()
+
+    run_id, outcome = engine.run("t")
+
+    assert isinstance(outcome, Finished)
+    assert isinstance(outcome.error, NonRetryableError)
+    assert len(engine.client.history(run_id).attempts) == 1
+
+
+def test_a_predicate_and_a_time_limit_of_a_policy_hold_for_steps_and_runs(engine: Engine, clock: Clock) -> None:
+    entered: list[str] = []
+    brief = RetryPolicy(9, initial=timedelta(seconds=30), max_elapsed=timedelta(seconds=45), retry_on=is_busy)
+
+    @engine.task("t", retry=brief)
+    def body(ctx: TaskContext, why: str) -> None:
+        def call() -> None:
+            entered.append(why)
+            raise DeclinedError(why)
+
+        ctx.step.run("call", call)
+
+    _, outcome = engine.run("t", "broken")
+    assert isinstance(outcome, Finished)
+    busy, outcome = engine.run("t", "busy")
+    assert isinstance(outcome, Parked)
+    clock.advance(seconds=31)
+    engine.timers()
+    outcome = engine.process().deliver(busy, "t")
+
+    assert isinstance(outcome, Finished)
+    assert entered == ["broken", "busy", "busy"]
+
+
+def is_busy(error: BaseException) -> bool:
+    """Say whether a failure may be tried again."""
+    return str(error) == "busy"
+
+
+@pytest.mark.parametrize("wrong", [3, "network", RetryPolicy])
+def test_a_step_with_something_else_as_policy_is_refused_before_it_is_executed(engine: Engine, wrong: object) -> None:
+    entered: list[object] = []
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> None:
+        ctx.step.options(retry=wrong).run("charge", lambda: enter(entered, "charge", 1))  # type: ignore[arg-type]
+
+    _, outcome = engine.run("t")
+
+    assert isinstance(outcome, Finished)
+    assert "retry: a RetryPolicy, such as RetryPolicy.NETWORK, not" in str(outcome.error)
+    assert entered == []

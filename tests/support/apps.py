@@ -107,6 +107,7 @@ class Tasks:
     broken: Any
     exiting: Any
     classic: Any
+    automatic: Any
     unstorable: Any
     swallower: Any
     add: Any
@@ -263,6 +264,14 @@ def _failing_tasks(durable: Durable) -> dict[str, Any]:
         except FlakyError as error:
             raise self.retry(exc=error, countdown=0.05) from error
 
+    again = {"max_retries": 2, "countdown": 0.05}
+
+    @durable.app.task(
+        name="tests.automatic", base=DurableTask, autoretry_for=(FlakyError,), retry_kwargs=again, shared=False
+    )
+    def automatic(times: int) -> int:
+        return fail_first("automatic", times)
+
     @durable.task(name="tests.unstorable", version=1)
     def unstorable(ctx: TaskContext) -> None:
         ctx.step.run("bad", lambda: {"open": {1, 2, 3}})
@@ -281,6 +290,7 @@ def _failing_tasks(durable: Durable) -> dict[str, Any]:
         "broken": broken,
         "exiting": exiting,
         "classic": classic,
+        "automatic": automatic,
         "unstorable": unstorable,
         "swallower": swallower,
     }

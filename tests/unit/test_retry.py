@@ -73,6 +73,8 @@ def test_e2_the_presets_are_the_stated_classes() -> None:
 def test_k2_the_iso_curve_doubles_from_ten_seconds_to_a_day() -> None:
     found = delays(RetryPolicy.iso("PT10S", cap="P1D"))
 
+    assert RetryPolicy.iso() == RetryPolicy.iso("PT10S", cap="P1D")
+    assert RetryPolicy.iso(jitter=0.5, max_elapsed=60 * SECOND).max_elapsed == 60 * SECOND
     assert found[:4] == [10, 20, 40, 80]
     assert found[-2:] == [10 * 2**13, 86_400]
 

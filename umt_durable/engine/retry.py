@@ -106,11 +106,12 @@ class RetryPolicy:
     @classmethod
     def iso(
         cls,
-        initial: str,
+        initial: str = "PT10S",
         *,
         cap: str = "P1D",
         max_attempts: int = 16,
         jitter: float = 0.0,
+        max_elapsed: timedelta | None = None,
         retry_on: Rule = Exception,
         give_up_on: Rule = (),
     ) -> RetryPolicy:
@@ -123,7 +124,7 @@ class RetryPolicy:
             first, last = parse_duration(initial), parse_duration(cap)
         except DurationError as error:
             raise DefinitionError(f"retry policy: {error}") from error
-        return cls(max_attempts, first, 2.0, last, jitter=jitter, retry_on=retry_on, give_up_on=give_up_on)
+        return cls(max_attempts, first, 2.0, last, jitter, max_elapsed, retry_on, give_up_on)
 
     @property
     def exception_types(self) -> tuple[type[BaseException], ...]:

@@ -53,8 +53,11 @@ class Steps(WaitSteps, ParallelSteps):
         `preemptible` has a coroutine cancelled as soon as the body should stop (a cancel, a lost lease, a shutdown),
         where a plain function is let finish. `renamed_from` is what earlier code called the step, or several such
         names: runs that have recorded it under one of them find it there.
-        Errors: DefinitionError, here for what is no name, at the call for an old name that two steps have at once.
+        Errors: DefinitionError, here for what is no policy or no name, at the call for an old name that two steps have
+        at once.
         """
+        if retry is not None and not isinstance(retry, RetryPolicy):
+            raise DefinitionError(f"retry: a RetryPolicy, such as RetryPolicy.NETWORK, not {retry!r:.100}")
         former = former_names(renamed_from)
         return Steps(
             self._pass, replace(self._options, key=key, retry=retry, preemptible=preemptible, renamed_from=former)
