@@ -286,3 +286,90 @@ def test_a_group_of_waits_keeps_its_outcome_in_the_retry_and_an_open_one_finds_i
 
     assert isinstance(outcome, Finished)
     assert outcome.value == ["yes", "approved", "paid", "packed"]
+
+
+def two_versions(engine: Engine) -> None:
+    """Declare a task whose first version takes a number, and whose second takes a text too."""
+
+    @engine.task("shop.price", version=1)
+    def first(ctx: TaskContext, amount: int) -> str:
+        return f"one {amount}"
+
+    @engine.task("shop.price", version=2)
+    def second(ctx: TaskContext, amount: int | str) -> str:
+        return f"two {amount}"
+
+
+def misfit(engine: Engine, conn: Connection, *, version: int) -> tuple[str, int]:
+    """Start a run whose stored input no longer fits its version, and have it quarantined for that."""
+    run_id = engine.start("shop.price", amount=1)
+    no = kit.number(conn, run_id)
+    wrong = b'{"args":[],"kwargs":{"amount":"much"}}'
+    kit.table(conn, "UPDATE {}.run SET version = %s, args = %s RETURNING 1", version, wrong)
+    engine.process().deliver(run_id, "shop.price")
+    assert kit.row(conn, no, "state", "reason") == ("quarantined", "bad_input")
+    return run_id, no
+
+
+def test_f4_a_run_whose_input_did_not_fit_takes_the_highest_version_when_it_is_retried(
+    engine: Engine, conn: Connection
+) -> None:
+    two_versions(engine)
+    run_id, no = misfit(engine, conn, version=1)
+
+    engine.client.retry(run_id, actor="ann")
+
+    assert kit.row(conn, no, "state", "version") == ("ready", None)
+    outcome = engine.process().deliver(run_id, "shop.price")
+    assert isinstance(outcome, Finished)
+    assert outcome.value == "two much"
+
+
+def test_a_run_is_retried_with_the_version_that_is_named(engine: Engine, conn: Connection) -> None:
+    two_versions(engine)
+    run_id, no = misfit(engine, conn, version=1)
+
+    engine.client.retry(run_id, actor="ann", version=2)
+
+    assert kit.row(conn, no, "state", "version") == ("ready", 2)
+    [kept] = engine.client.history(run_id).audit
+    assert kept.detail == "was quarantined: bad_input, goes on with version 2"
+
+
+def test_a_run_that_has_done_something_keeps_its_version_unless_another_is_named(
+    engine: Engine, conn: Connection
+) -> None:
+    two_versions(engine)
+    run_id, no = misfit(engine, conn, version=1)
+    kit.table(
+        conn,
+        "INSERT INTO {}.step (run, key, seq, kind, state, fence) VALUES (%s, 'a', 1, 'run', 'done', 1) RETURNING 1",
+        no,
+    )
+
+    engine.client.retry(run_id, actor="ann")
+
+    assert kit.row(conn, no, "state", "version") == ("ready", 1)
+
+
+def test_a_cancelled_run_is_taken_up_with_the_version_that_is_named(engine: Engine, conn: Connection) -> None:
+    two_versions(engine)
+    run_id = engine.start("shop.price", amount=1)
+    engine.client.cancel(run_id)
+
+    again = engine.client.retry(run_id, actor="ann", version=1)
+
+    assert engine.client.get(again).version == 1
+
+
+@pytest.mark.parametrize("version", [0, -1, True, "2", 1.0, 2**31])
+def test_what_is_no_version_is_refused_before_anything_is_written(
+    engine: Engine, conn: Connection, version: object
+) -> None:
+    two_versions(engine)
+    run_id, no = misfit(engine, conn, version=1)
+
+    with pytest.raises(DefinitionError, match="version: versions count from 1"):
+        engine.client.retry(run_id, actor="ann", version=version)  # type: ignore[arg-type]
+
+    assert kit.row(conn, no, "state", "version") == ("quarantined", 1)

@@ -80,9 +80,13 @@ class AsyncVerbs:
         """Ask that a run end as cancelled; see `Client.cancel`."""
         return await in_thread(lambda own: self.client.cancel(run_id, reason=reason, conn=own, actor=actor), conn)
 
-    async def aretry(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> str:
+    async def aretry(
+        self, run_id: str, *, actor: str, reason: str | None = None, version: int | None = None, conn: object = None
+    ) -> str:
         """Have a run go on that stands still or ended without success; see `Client.retry`."""
-        return await in_thread(lambda own: self.client.retry(run_id, actor=actor, reason=reason, conn=own), conn)
+        return await in_thread(
+            lambda own: self.client.retry(run_id, actor=actor, reason=reason, version=version, conn=own), conn
+        )
 
     async def afork(
         self,

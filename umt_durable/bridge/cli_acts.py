@@ -50,24 +50,35 @@ def cancel(
 
 @click.command()
 @filters
+@click.option("--version", type=click.IntRange(1), metavar="N", help="Go on with this version of the task.")
 @click.option("--reason", metavar="TEXT", help="Kept in the audit.")
 @actor_option
 @json_option
 @click.pass_context
-def retry(ctx: click.Context, /, run_id: str | None, reason: str | None, who: str, as_json: bool, **given: Any) -> None:
+def retry(
+    ctx: click.Context,
+    /,
+    run_id: str | None,
+    version: int | None,
+    reason: str | None,
+    who: str,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Have a run go on that is quarantined, failed or cancelled.
 
-    A quarantined run is made ready with a new crash budget. A failed or cancelled one stays as it is: a new run takes
+    A quarantined run is made ready with a new crash budget. It keeps its version, unless its input did not fit before
+    it had done anything: then it takes the highest there is. A failed or cancelled one stays as it is: a new run takes
     up what it had done, once however often this is asked.
     """
     durable, which = checked(ctx), chosen(run_id, given)
     client = durable.client
     if which is not None:
-        retry_one = partial(client.retry, actor=who, reason=reason)
+        retry_one = partial(client.retry, actor=who, reason=reason, version=version)
         do_to_many(durable, Act("retry", retry_one, STANDING, takes_paused=False), which, as_json=as_json)
         return
     assert run_id is not None
-    again = client.retry(run_id, actor=who, reason=reason)
+    again = client.retry(run_id, actor=who, reason=reason, version=version)
     if as_json:
         emit({"run": run_id, "goes_on_as": again}, [], as_json=True)
     elif again == run_id:

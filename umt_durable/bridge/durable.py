@@ -245,9 +245,11 @@ class Durable(AsyncVerbs, PauseVerbs):
         """Ask that a run end as cancelled; see `Client.cancel`."""
         return self.client.cancel(run_id, reason=reason, conn=conn, actor=actor)
 
-    def retry(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> str:
+    def retry(
+        self, run_id: str, *, actor: str, reason: str | None = None, version: int | None = None, conn: object = None
+    ) -> str:
         """Have a run go on that stands still or ended without success; see `Client.retry`."""
-        return self.client.retry(run_id, actor=actor, reason=reason, conn=conn)
+        return self.client.retry(run_id, actor=actor, reason=reason, version=version, conn=conn)
 
     def fork(
         self,

@@ -167,29 +167,41 @@ class Client(Completing, Access):
         """
         return self._say(run_id, Kind.CANCEL.fact, _because(reason), conn=conn, actor=actor, dedupe=None)
 
-    def retry(self, run_id: str, *, actor: str, reason: str | None = None, conn: object = None) -> str:
+    def retry(
+        self,
+        run_id: str,
+        *,
+        actor: str,
+        reason: str | None = None,
+        version: int | None = None,
+        conn: object = None,
+    ) -> str:
         """Have a run go on that stands still or ended without success, and return the id under which it does.
 
         A quarantined run is made ready with a new crash budget (with `conn`: when a router sees the caller's commit). A
         failed or cancelled one stays as it is (I12): a new run takes up what it had done. That one has an id derived
         from the first, so asking twice makes one; asked again after it has ended too, the retry of the retry is made.
-        Errors: UnknownRunError; WrongStatusError for a run that succeeded or is under way; DefinitionError for an actor
-        or reason that cannot be stored.
+        With `version` it goes on with that code. Without, it keeps its version; but one that is quarantined as
+        `bad_input` before its first step takes the highest there is, as a new run does.
+        Errors: UnknownRunError; WrongStatusError for a run that succeeded or is under way; DefinitionError for an
+        actor, reason or version that cannot be stored.
         """
         check_person(actor, reason)
+        forking.check_version(version)
         who = None if conn is None else caller(conn)
         found = self._to_retry(_checked(run_id), who)
         while found is not None and found.state in (RunState.FAILED, RunState.CANCELLED):
             again = str(uuid5(NAMESPACE, json.dumps(["retry", found.id, found.nesting])))
             after = self._to_retry(again, who)
             if after is None:
-                self._insert_retry(found, again, who, actor, reason)
+                self._insert_retry(found, again, who, actor, reason, version)
                 return again
             found = after
         if found is None:
             raise UnknownRunError(run_id)
         if found.state is RunState.QUARANTINED:
-            self._say(found.id, Kind.RETRY.fact, _because(reason), conn=conn, actor=actor, dedupe=None)
+            asked = _because(reason, version=version)
+            self._say(found.id, Kind.RETRY.fact, asked, conn=conn, actor=actor, dedupe=None)
         elif found.state.is_terminal or found.id == run_id:
             raise WrongStatusError(
                 found.id, found.state, "only a quarantined, failed or cancelled run can be retried" + _as(found, run_id)
@@ -281,11 +293,14 @@ class Client(Completing, Access):
         row = who.one(self._text("run_to_retry"), {"run": run_id})
         return None if row is None else runs.read_to_retry(row, self._database.vault)
 
-    def _insert_retry(self, found: RetriedRun, id: str, who: Caller | None, actor: str, reason: str | None) -> None:
+    def _insert_retry(
+        self, found: RetriedRun, id: str, who: Caller | None, actor: str, reason: str | None, version: int | None
+    ) -> None:
         parameters = runs.retry_parameters(
             found.no,
             id=id,
             envelope=forking.without(found.envelope, forking.NOT_RETRIED),
+            version=version,
             deliver_seconds=self._settings.deliver_seconds,
             audit=uuid4(),
             actor=actor,
@@ -490,9 +505,10 @@ def _check_run(new: NewRun) -> None:
         texts.check_json("attributes", json.loads(new.attributes))
 
 
-def _because(reason: str | None) -> bytes:
+def _because(reason: str | None, *, version: int | None = None) -> bytes:
     """Return the payload of a fact that asks something of a run."""
-    return json.dumps({"reason": reason}).encode()
+    asked = {"reason": reason} if version is None else {"reason": reason, "version": version}
+    return json.dumps(asked).encode()
 
 
 def check_person(actor: object, reason: object) -> None:

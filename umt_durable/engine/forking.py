@@ -34,7 +34,17 @@ def check(from_step: object, version: object) -> None:
     """
     if not isinstance(from_step, str) or not from_step or not texts.is_storable(from_step):
         raise DefinitionError(f"from_step: the key of a step, as the history gives it, not {from_step!r:.100}")
-    if version is not None and (not isinstance(version, int) or isinstance(version, bool) or version < 1):
+    check_version(version)
+
+
+def check_version(version: object) -> None:
+    """Refuse what is no version; None passes.
+
+    Errors: DefinitionError.
+    """
+    if version is None:
+        return
+    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version < 2**31:
         raise DefinitionError(f"version: versions count from 1, not {version!r:.100}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from enum import Enum, StrEnum, auto
-from typing import Final, NamedTuple, assert_never
+from typing import Any, Final, NamedTuple, assert_never
 
 from umt_durable import failpoints
 from umt_durable.database import Connection
@@ -103,11 +103,13 @@ def _cancel(conn: Connection, settings: Settings, fact: FactRecord, locked: Lock
 
 
 def _release(conn: Connection, settings: Settings, fact: FactRecord, locked: LockedRun) -> Effect:
-    """Make a quarantined run ready, with a new crash budget."""
-    found = runs.release_quarantined(conn, locked.no, deliver_seconds=settings.deliver_seconds)
+    """Make a quarantined run ready, with a new crash budget and the version that was asked for."""
+    version = version_in(fact.payload)
+    found = runs.release_quarantined(conn, locked.no, deliver_seconds=settings.deliver_seconds, version=version)
     if found is None:
         return Effect.NONE
-    _record(conn, fact, Kind.RETRY, locked, f"was {locked.state}: {found}")
+    asked = "" if version is None else f", goes on with version {version}"
+    _record(conn, fact, Kind.RETRY, locked, f"was {locked.state}: {found}{asked}")
     return Effect.WOKEN
 
 
@@ -133,13 +135,23 @@ def _record(conn: Connection, fact: FactRecord, kind: Kind, locked: LockedRun, d
     audit.add(conn, fact.id, kind, run=locked.no, actor=fact.actor or "unknown", reason=reason, detail=detail)
 
 
-def reason_in(payload: bytes | None) -> str | None:
-    """Return the reason in a payload. Whatever else stands there must not keep what was asked from being done."""
+def version_in(payload: bytes | None) -> int | None:
+    """Return the version that a payload asks for."""
+    version = _asked_in(payload).get("version")
+    return version if isinstance(version, int) and 1 <= version < 2**31 else None
+
+
+def _asked_in(payload: bytes | None) -> dict[str, Any]:
     try:
         found = json.loads(opened(payload) or b"null")
     except (ValueError, RecursionError):
-        return None
-    reason = found.get("reason") if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def reason_in(payload: bytes | None) -> str | None:
+    """Return the reason in a payload. Whatever else stands there must not keep what was asked from being done."""
+    reason = _asked_in(payload).get("reason")
     if not isinstance(reason, str):
         return None
     return reason.replace("\0", "").encode("utf-8", "replace").decode()[:MAX_REASON]

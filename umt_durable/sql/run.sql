@@ -389,14 +389,18 @@ ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING
 RETURNING run
 
 -- name: release_quarantined_run :maybe
--- Make a quarantined run, whose row the caller has locked, ready with a new crash budget and a hint. The reply is why it
--- was quarantined.
--- Locks: run (held), then outbox_event. Index: run_pkey.
+-- Make a quarantined run, whose row the caller has locked, ready with a new crash budget and a hint, with another version
+-- if one is given. One whose input did not fit, and which has done nothing, gets one at its next claim, as a new run does.
+-- The reply is why it was quarantined.
+-- Locks: run (held), then outbox_event. Index: run_pkey, step_pkey, wait_pkey.
 WITH o AS MATERIALIZED (
     SELECT no, reason FROM {schema}.run WHERE no = %(run)s AND state = 'quarantined'),
 u AS (
     UPDATE {schema}.run
        SET state = 'ready', reason = NULL, crashes = 0, fence = fence + 1, wake_at = NULL, redelivers = 0,
+           version = CASE WHEN %(version)s::int IS NOT NULL THEN %(version)s::int
+                          WHEN o.reason <> 'bad_input' OR EXISTS (SELECT 1 FROM {schema}.step WHERE step.run = o.no)
+                               OR EXISTS (SELECT 1 FROM {schema}.wait WHERE wait.run = o.no) THEN run.version END,
            deliver_by = {schema}.now() + %(deliver)s::interval
       FROM o WHERE run.no = o.no
     RETURNING run.no, run.fence, run.priority),
@@ -446,7 +450,7 @@ WITH o AS MATERIALIZED (
     SELECT * FROM {schema}.run WHERE no = %(run)s::bigint AND state IN ('failed', 'cancelled')),
 n AS (
     INSERT INTO {schema}.run (id, task, version, queue, priority, fence, args, codec, digest, envelope, deliver_by, ref, attributes, retry_of, snapshot)
-    SELECT %(id)s::text, task, version, queue, priority, 1, args, codec, digest, %(envelope)s::bytea,
+    SELECT %(id)s::text, task, coalesce(%(version)s::int, version), queue, priority, 1, args, codec, digest, %(envelope)s::bytea,
            {schema}.now() + %(deliver)s::interval, ref, attributes, no, snapshot
       FROM o
     ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING

@@ -313,9 +313,12 @@ def release(conn: Connection, run: int, *, reason: Reason, deliver_seconds: floa
     return sql.maybe(conn, "release_run", run=run, reason=reason, deliver=deliver) is not None
 
 
-def release_quarantined(conn: Connection, run: int, *, deliver_seconds: float) -> str | None:
+def release_quarantined(
+    conn: Connection, run: int, *, deliver_seconds: float, version: int | None = None
+) -> str | None:
     """Make a locked, quarantined run ready with a new crash budget; why it was quarantined, None where it is not."""
-    row = sql.maybe(conn, "release_quarantined_run", run=run, deliver=timedelta(seconds=deliver_seconds))
+    deliver = timedelta(seconds=deliver_seconds)
+    row = sql.maybe(conn, "release_quarantined_run", run=run, deliver=deliver, version=version)
     return None if row is None else str(row[0])
 
 
@@ -348,12 +351,21 @@ def read_to_retry(row: Sequence[Any], vault: Vault = PLAIN) -> RetriedRun:
 
 
 def retry_parameters(
-    run: int, *, id: str, envelope: bytes | None, deliver_seconds: float, audit: UUID, actor: str, reason: str | None
+    run: int,
+    *,
+    id: str,
+    envelope: bytes | None,
+    version: int | None,
+    deliver_seconds: float,
+    audit: UUID,
+    actor: str,
+    reason: str | None,
 ) -> dict[str, Any]:
-    """Return the named parameters of the statement `insert_retry`: `id` is the new run's."""
+    """Return the named parameters of the statement `insert_retry`: `id` and `version` are the new run's."""
     kept = {"actor": texts.storable(actor), "reason": texts.storable(reason)}
     deliver = timedelta(seconds=deliver_seconds)
-    return {"run": run, "id": id, "envelope": envelope, "deliver": deliver, "audit": audit, **kept}
+    made = {"id": id, "envelope": envelope, "version": version}
+    return {"run": run, **made, "deliver": deliver, "audit": audit, **kept}
 
 
 def to_fork(conn: Connection, id: str, step: str) -> ForkedRun | None:
