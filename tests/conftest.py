@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import psycopg
 import pytest
 
 from tests.support import apps, diagnose, guard, skips, workers
@@ -173,6 +174,16 @@ def schema(database_url: str, request: pytest.FixtureRequest) -> Iterator[str]:
     make_schema(database_url, name)
     yield name
     drop_schema(database_url, name)
+
+
+@pytest.fixture
+def other_database_url(database_url: str) -> Iterator[str]:
+    """Return the URL of another, empty database on the same server, which is dropped after the test."""
+    name = f"umt_other_{os.getpid()}_{uuid.uuid4().hex[:12]}"
+    with psycopg.connect(database_url, autocommit=True) as conn:
+        conn.execute(f"CREATE DATABASE {name}".encode())
+        yield f"{database_url.rpartition('/')[0]}/{name}"
+        conn.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ RETRY_SECONDS = 30.0
 
 # A reply was lost, or the server asks for another try. Everything we run may be repeated blindly (I24).
 TRANSIENT = (psycopg.OperationalError, psycopg.InterfaceError)
-_NOT_MIGRATED = (pg.InvalidSchemaName, pg.UndefinedTable, pg.UndefinedFunction, pg.UndefinedColumn)
+NOT_MIGRATED = (pg.InvalidSchemaName, pg.UndefinedTable, pg.UndefinedFunction, pg.UndefinedColumn)
 
 
 class Connection(psycopg.Connection[tuple[Any, ...]]):
@@ -193,7 +193,7 @@ class Database:
             try:
                 with self.connection() as conn:
                     return work(conn)
-            except _NOT_MIGRATED as error:
+            except NOT_MIGRATED as error:
                 raise SchemaError(
                     f"schema {self.schema!r} is missing or not at this code's revision: run `{MIGRATE}` ({FOR_APPS})"
                 ) from error

@@ -1,6 +1,6 @@
-"""Users' own connections: SQLAlchemy sessions and connections, and psycopg's. The one module that knows SQLAlchemy.
+"""Users' own connections: SQLAlchemy's, psycopg's and, by `django_session.py`, Django's.
 
-SQLAlchemy is imported only when a caller hands over something of SQLAlchemy's.
+The one module that knows SQLAlchemy, which it imports only when a caller hands over something of SQLAlchemy's.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from umt_durable import forked
-from umt_durable.database import is_refusal
+from umt_durable import django_session, forked
+from umt_durable.bound import BUSY, ENDED, INHERITED, Bound, Caller, UserTransaction, is_over
+from umt_durable.database import NOT_MIGRATED, is_refusal
 from umt_durable.errors import AutocommitError, DefinitionError
 from umt_durable.payloads import PLAIN, Vault
 from umt_durable.settings import libpq_url
@@ -25,33 +25,20 @@ from umt_durable.settings import libpq_url
 Binding: TypeAlias = Any
 """Where `step.transaction` writes.
 
-A SQLAlchemy Engine or sessionmaker, a database URL, a callable that opens a psycopg Connection; or a SQLAlchemy Session
-or psycopg Connection of the caller's, with no transaction open, which stays open afterwards.
+A SQLAlchemy Engine or sessionmaker, a database URL, a callable that opens a psycopg Connection, a Django connection,
+which stands for its alias; or a SQLAlchemy Session or psycopg Connection of the caller's, with no transaction open,
+which stays open afterwards.
 """
 
-_ENDED = "the function of a transaction step must not commit or roll back: its result is recorded in that transaction"
-_INHERITED = (
-    "the binding gave a connection that was opened before this process was forked, and that its parent may use: open"
-    " the psycopg pool in a handler of `worker_process_init`, or bind a SQLAlchemy Engine or a URL"
-)
-_BUSY = "the connection has a transaction open: the record of the result has to be in one of its own"
+_NOT_MIGRATED_STATES = frozenset(one.sqlstate for one in NOT_MIGRATED)
+"""asyncpg has classes of its own."""
 _NAMED = re.compile(r"%\((\w+)\)s")
-
-
-class Caller(Protocol):
-    """A caller's open transaction, as far as one statement of ours needs it."""
-
-    def one(self, query: str, params: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Run a statement with `%(name)s` parameters and return its row."""
-
-    def after_commit(self, hook: Callable[[], None]) -> None:
-        """Call a hook once the caller has committed, if the library tells us when that is."""
 
 
 def caller(conn: object) -> Caller:
     """Return the open transaction that a caller gives as `conn`.
 
-    Shape: a SQLAlchemy Session or Connection, or a psycopg Connection.
+    Shape: a SQLAlchemy Session or Connection, a psycopg Connection, or a Django connection.
     Errors: AutocommitError when there is no transaction that our rows could join; DefinitionError for anything else.
     """
     if isinstance(conn, psycopg.Connection):
@@ -61,10 +48,14 @@ def caller(conn: object) -> Caller:
     kind = _sqlalchemy_kind(conn)
     if kind is not None:
         return _SqlalchemyCaller(conn, kind)
+    if django_session.is_django(conn):
+        return django_session.DjangoCaller(conn)
     given = f"{type(conn).__module__}.{type(conn).__name__}"
     if _is_async(conn):
         raise DefinitionError(f"conn is async ({given}): await the call that begins with `a`, such as `aenqueue`")
-    raise DefinitionError(f"conn must be a SQLAlchemy Session or Connection or a psycopg Connection, not {given}")
+    raise DefinitionError(
+        f"conn must be a SQLAlchemy Session or Connection, a psycopg Connection or a Django connection, not {given}"
+    )
 
 
 def async_caller(conn: object) -> Caller:
@@ -76,6 +67,11 @@ def async_caller(conn: object) -> Caller:
     loop = asyncio.get_running_loop()
     if isinstance(conn, psycopg.AsyncConnection):
         return _AsyncPsycopgCaller(conn, loop)
+    if django_session.is_django(conn):
+        raise DefinitionError(
+            "Django's connections are sync: make the call without its `a`, where the transaction is open, inside"
+            " `sync_to_async`"
+        )
     if not _is_async(conn):
         return caller(conn)
     return _AsyncSqlalchemyCaller(conn, loop)
@@ -205,37 +201,12 @@ class _Hooks:
             self._pending.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A user's connection, as the store's statements take it."""
-
-    schema: str
-    vault: Vault
-    run: Callable[[bytes, Any], Any]
-
-    def execute(self, query: bytes, params: Any = None, *, prepare: bool | None = None, binary: bool = False) -> Any:
-        """Run a statement inside the user's transaction. `prepare` and `binary` are for connections of ours."""
-        return self.run(query, params)
-
-
-@dataclass(frozen=True, slots=True)
-class UserTransaction:
-    """An open transaction of a binding: what the user's function gets, and the same for the store.
-
-    `flush` is called after the user's function: what it left unwritten is written then. Errors: DefinitionError when it
-    ended the transaction, which is ours to end (I16).
-    """
-
-    handle: Any
-    bound: Bound
-    flush: Callable[[], None]
-
-
 @contextmanager
 def transaction(binding: Binding, schema: str, vault: Vault = PLAIN) -> Iterator[UserTransaction]:
     """Open a transaction on a binding; commit it at the end, roll it back on any exception.
 
-    A commit or rollback inside is refused by psycopg; with SQLAlchemy a commit is refused and a rollback noticed.
+    A commit or rollback inside is refused by psycopg and Django; with SQLAlchemy a commit is refused and a rollback
+    noticed.
     Keeps: nothing is sent on a connection that a forked process has from its parent; an Engine opens new ones.
     Errors: DefinitionError for something that is no binding, a SQLAlchemy driver other than psycopg, or a psycopg
     connection from before the fork.
@@ -245,35 +216,53 @@ def transaction(binding: Binding, schema: str, vault: Vault = PLAIN) -> Iterator
             yield _of_psycopg(conn, schema, vault)
     elif isinstance(binding, psycopg.Connection):
         if binding.info.transaction_status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN):
-            raise DefinitionError(_BUSY)
+            raise DefinitionError(BUSY)
         with binding.transaction():
             yield _of_psycopg(binding, schema, vault)
     elif _sqlalchemy_kind(binding) == "session":
         if binding.in_transaction():
-            raise DefinitionError(_BUSY)
+            raise DefinitionError(BUSY)
         with binding.begin(), _commit_refused(binding):
             yield _of_session(binding, schema, vault)
     elif _is_sqlalchemy_source(binding):
         with _open_session(binding) as session, session.begin(), _commit_refused(session):
             yield _of_session(session, schema, vault)
+    elif django_session.is_django(binding):
+        with django_session.transaction(binding, schema, vault) as tx:
+            yield tx
     elif callable(binding):
         with binding() as conn:
             if not isinstance(conn, psycopg.Connection):
                 raise DefinitionError(f"the binding opened a {type(conn).__name__}, not a psycopg Connection")
             if forked.is_inherited(conn.fileno()):
-                raise DefinitionError(_INHERITED)
+                raise DefinitionError(INHERITED)
             with conn.transaction():
                 yield _of_psycopg(conn, schema, vault)
     else:
         raise DefinitionError(
-            f"{type(binding).__name__} is no binding: give an Engine, a sessionmaker, a URL or a callable"
+            f"{type(binding).__name__} is no binding: give an Engine, a sessionmaker, a URL, a callable or a Django"
+            " connection"
         )
+
+
+def leave_thread() -> None:
+    """Close what users' libraries keep for the thread that is about to end."""
+    django_session.leave_thread()
+
+
+def is_elsewhere(error: BaseException) -> bool:
+    """Say whether an exception means that a statement of ours met a database without what it names."""
+    behind = getattr(error, "orig", None) or django_session.cause(error) or error
+    return isinstance(behind, NOT_MIGRATED) or getattr(behind, "sqlstate", None) in _NOT_MIGRATED_STATES
 
 
 def is_lost(error: BaseException) -> bool:
     """Say whether an exception means that the user's connection broke, so that the fate of its commit is unknown."""
     if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
         return not is_refusal(error)
+    behind = django_session.cause(error)
+    if behind is not None:
+        return is_lost(behind)
     if "sqlalchemy" in sys.modules:
         from sqlalchemy import exc
 
@@ -283,20 +272,15 @@ def is_lost(error: BaseException) -> bool:
     return False
 
 
-def _is_over(conn: psycopg.Connection[Any]) -> bool:
-    """Say whether no transaction is open, as after a `COMMIT` that was sent as a statement."""
-    return conn.info.transaction_status is TransactionStatus.IDLE
-
-
 def _of_psycopg(conn: psycopg.Connection[Any], schema: str, vault: Vault) -> UserTransaction:
     def run(query: bytes, params: Any) -> Any:
         return conn.cursor(row_factory=psycopg.rows.tuple_row).execute(query, params)
 
     def flush() -> None:
-        if _is_over(conn):
-            raise DefinitionError(_ENDED)
+        if is_over(conn):
+            raise DefinitionError(ENDED)
 
-    return UserTransaction(conn, Bound(schema, vault, run), flush)
+    return UserTransaction(conn, Bound(schema, vault, run), flush, lambda: bool(conn.closed))
 
 
 def _of_session(session: Any, schema: str, vault: Vault) -> UserTransaction:
@@ -313,13 +297,14 @@ def _of_session(session: Any, schema: str, vault: Vault) -> UserTransaction:
 
     def flush() -> None:
         if session.get_transaction() is not begun or not begun.is_active or not root.is_active:
-            raise DefinitionError(_ENDED)
+            raise DefinitionError(ENDED)
         session.flush()
         driver: psycopg.Connection[Any] = session.connection().connection.driver_connection
-        if session.connection().get_transaction() is not root or _is_over(driver):
-            raise DefinitionError(_ENDED)
+        if session.connection().get_transaction() is not root or is_over(driver):
+            raise DefinitionError(ENDED)
 
-    return UserTransaction(session, Bound(schema, vault, run), flush)
+    # What SQLAlchemy knows of a broken connection is in its errors: `is_lost` looks there.
+    return UserTransaction(session, Bound(schema, vault, run), flush, lambda: False)
 
 
 @contextmanager
@@ -329,7 +314,7 @@ def _commit_refused(session: Any) -> Iterator[None]:
 
     def refuse(session: Any) -> None:
         if not session.in_nested_transaction():
-            raise DefinitionError(_ENDED)
+            raise DefinitionError(ENDED)
 
     event.listen(session, "before_commit", refuse)
     try:

@@ -25,9 +25,11 @@ def test_b1_every_import_contract_is_there_and_is_checked() -> None:
         "layers": "layers",
         "celery": "forbidden",
         "sqlalchemy": "forbidden",
+        "django": "forbidden",
     }
     assert {"celery", "kombu"} <= set(found["celery"]["forbidden_modules"])
     assert {"sqlalchemy", "alembic"} <= set(found["sqlalchemy"]["forbidden_modules"])
+    assert set(found["django"]["forbidden_modules"]) == {"django"}
     assert 'program("lint-imports")' in (ROOT / "dev.py").read_text(encoding="utf-8")
 
 

@@ -24,6 +24,7 @@ HEAVY = (
     "psycopg_pool",
     "sqlalchemy",
     "alembic",
+    "django",
     "rich",
 )
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from uuid import UUID, uuid4, uuid5
 
 from umt_durable import codec, telemetry, texts
+from umt_durable.bound import Caller
 from umt_durable.database import Connection, Database
 from umt_durable.engine import failures, forking
 from umt_durable.engine.answers import PREFIX, Answer
@@ -23,6 +24,7 @@ from umt_durable.errors import (
     DefinitionError,
     IdempotencyConflictError,
     RunExistsError,
+    SchemaError,
     UnknownRunError,
     UnknownStepError,
     WrongStatusError,
@@ -42,7 +44,7 @@ from umt_durable.records import (
 )
 from umt_durable.services import router
 from umt_durable.services.acts import MAX_REASON, Kind
-from umt_durable.session import Caller, caller
+from umt_durable.session import caller, is_elsewhere
 from umt_durable.settings import Settings
 from umt_durable.sql import statements
 from umt_durable.states import OWN, RunState, WaitState, divide
@@ -83,8 +85,19 @@ class Access:
         return self._database.do(work, seconds=CALL_SECONDS)
 
     def _call(self, who: Caller, name: str, parameters: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Run one of our statements in a caller's transaction."""
-        row = who.one(self._text(name), self._database.vault.sealed(parameters))
+        """Run one of our statements in a caller's transaction.
+
+        Errors: SchemaError when the caller's database does not hold our schema.
+        """
+        try:
+            row = who.one(self._text(name), self._database.vault.sealed(parameters))
+        except Exception as error:
+            if not is_elsewhere(error):
+                raise
+            raise SchemaError(
+                f"conn leads to a database where schema {self._database.schema!r} is missing or not at this code's"
+                " revision: it has to be the database that holds the runs"
+            ) from error
         if self._settings.notify == "after_commit":
             who.after_commit(self._notify)
         elif self._settings.notify == "transaction":
@@ -105,8 +118,9 @@ class Access:
 class Client(Completing, Access):
     """The verbs on runs, for one schema.
 
-    Shape: `conn` is a SQLAlchemy Session or Connection or a psycopg Connection with a transaction open; the request
-    then exists if and only if the caller commits (I2). Without it each call is a short transaction of its own.
+    Shape: `conn` is a SQLAlchemy Session or Connection, a psycopg Connection or a Django connection with a transaction
+    open; the request then exists if and only if the caller commits (I2). Without it each call is a short transaction of
+    its own. Errors: SchemaError when it leads to another database than that of the runs.
     """
 
     def enqueue(self, new: NewRun, *, conn: object = None) -> Enqueued:

@@ -18,6 +18,7 @@ from umt_durable.engine.branch import Blocked, Branch
 from umt_durable.engine.exits import Abandoned, Exit
 from umt_durable.engine.passing import Pass
 from umt_durable.failpoints import point
+from umt_durable.session import leave_thread
 from umt_durable.store import journal
 
 BATCH: Final = 500
@@ -188,8 +189,11 @@ class Fan:
             threading.Thread(target=target, args=(self._work,), name="umt-durable-branch", daemon=True).start()
 
     def _work(self) -> None:
-        while (job := self._next()) is not None:
-            contextvars.copy_context().run(self._execute, job)
+        try:
+            while (job := self._next()) is not None:
+                contextvars.copy_context().run(self._execute, job)
+        finally:
+            leave_thread()
 
     def _next(self) -> Job | None:
         with self._changed:

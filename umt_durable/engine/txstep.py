@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from umt_durable import codec, telemetry
+from umt_durable.bound import UserTransaction
 from umt_durable.database import IDLE_IN_TRANSACTION_MS, RETRY_SECONDS
 from umt_durable.engine.attempt import AlreadyRecordedError, exit_for
 from umt_durable.engine.exits import Abandoned
 from umt_durable.engine.passing import Pass
-from umt_durable.errors import FencingError
+from umt_durable.errors import FencingError, SchemaError
 from umt_durable.failpoints import point
-from umt_durable.session import Binding, UserTransaction, is_lost, transaction
+from umt_durable.session import Binding, is_elsewhere, is_lost, transaction
 from umt_durable.states import StepState
 from umt_durable.store import journal
 from umt_durable.store.guard import Guard
+
+logger = logging.getLogger(__name__)
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 
@@ -71,7 +75,11 @@ def run_in_transaction(the_pass: Pass, entry: journal.Entry, binding: Binding, r
                 attempt.progressed()
                 raise AlreadyRecordedError(entry.key) from None
             if not (this.lost and is_lost(error)):
-                raise
+                if not this.has_arrived():
+                    raise
+                logger.error("a hook after the commit of %s failed", where, exc_info=error)
+                attempt.progressed()
+                raise AlreadyRecordedError(entry.key) from None
             telemetry.count(telemetry.Counter.LOST_REPLY)
             if time.monotonic() > deadline:
                 if not this.committing:
@@ -80,7 +88,7 @@ def run_in_transaction(the_pass: Pass, entry: journal.Entry, binding: Binding, r
             if attempt.signal.wait(pause):
                 the_pass.leave(exit_for(attempt.signal.reason or "shutdown"))
             pause = min(2 * pause, LONGEST_PAUSE)
-            attempt.enter(entry, explicit=True)  # says so where the commit has arrived after all
+            this.enter_again()
         else:
             point("txstep.commit.a")
             attempt.progressed()
@@ -97,6 +105,7 @@ class _Try:
     def __init__(self, the_pass: Pass, entry: journal.Entry, binding: Binding, record: Record) -> None:
         self._pass, self._entry, self._binding, self._record = the_pass, entry, binding, record
         self.lost, self.committing, self.refused = True, False, False
+        self._tx: UserTransaction | None = None
 
     def run(self) -> Any:
         """Run the body and commit its rows with its record; return the value as it would be read back.
@@ -108,15 +117,51 @@ class _Try:
             tx.bound.execute(f"SET LOCAL idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_MS}".encode())
             if not attempt.is_fresh():
                 attempt.enter(entry, explicit=True)  # opening the transaction took its time
+            self._tx = tx
             kept, decoded = self._record.encode(self._call(tx))
             point("txstep.user_sql.a")
             mine = Guard(tx.bound, attempt.token)  # type: ignore[arg-type]  # a user's, in the shape of ours
-            if self._record.write(mine, kept) is None:
+            if self._write(mine, kept) is None:
                 self.refused = True
                 raise FencingError(attempt.token.run, attempt.token.fence)
             point("txstep.commit.b")
             self.lost = self.committing = True
         return decoded
+
+    def _write(self, guard: Guard, kept: Any) -> bool | None:
+        try:
+            return self._record.write(guard, kept)
+        except Exception as error:
+            if not is_elsewhere(error):
+                raise
+            raise SchemaError(
+                f"the binding leads to a database where schema {self._pass.database.schema!r} is missing or not at this"
+                " code's revision: it has to be the database that holds the runs"
+            ) from error
+
+    def has_arrived(self) -> bool:
+        """Say whether the commit took place though an error came: that is one of a hook of the user's library."""
+        key = self._entry.key
+        if not self.committing or self._pass.attempt.read(lambda guard: journal.look(guard, key)) is None:
+            return False
+        self._arrived()
+        return True
+
+    def enter_again(self) -> None:
+        """Ask to enter the body once more.
+
+        Errors: AlreadyRecordedError where the commit whose reply was lost has arrived.
+        """
+        try:
+            self._pass.attempt.enter(self._entry, explicit=True)
+        except AlreadyRecordedError:
+            if self.committing:
+                self._arrived()
+            raise
+
+    def _arrived(self) -> None:
+        assert self._tx is not None
+        self._tx.arrived()
 
     def _call(self, tx: UserTransaction) -> Any:
         self.lost = False
@@ -124,8 +169,7 @@ class _Try:
             value = self._record.body(tx.handle)
             tx.flush()
         except Exception as error:
-            broken = getattr(tx.handle, "closed", False) or getattr(error, "connection_invalidated", False)
-            self.lost = bool(broken)
+            self.lost = tx.is_broken() or bool(getattr(error, "connection_invalidated", False))
             raise
         self.lost = True  # what follows is ours: an error of the connection is one
         return value
