@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         UsedTokenError,
         WrongStatusError,
     )
+    from umt_durable.ledger import Ledger, install_ledger, ledger_sql
     from umt_durable.migrate import migrate_engine_schema
     from umt_durable.payloads import PayloadCodec
     from umt_durable.records import Op, OutboxEvent, Run
@@ -105,6 +106,7 @@ __all__ = [
     "InputError",
     "InvalidTokenError",
     "ItemFailure",
+    "Ledger",
     "NonDeterminismError",
     "NonRetryableError",
     "NotAppliedError",
@@ -156,6 +158,8 @@ __all__ = [
     "current_context",
     "define_task",
     "durable",
+    "install_ledger",
+    "ledger_sql",
     "migrate_engine_schema",
     "with_attempt_token",
 ]
@@ -175,6 +179,7 @@ _HOMES: Final = {
     "engine.registry": ("TaskDefinition", "TaskRegistry"),
     "engine.retry": ("RetryAfter", "RetryPolicy"),
     "engine.waitables": ("Fact", "FactAddress", "FactWait", "PollPolicy", "Timer"),
+    "ledger": ("Ledger", "install_ledger", "ledger_sql"),
     "migrate": ("migrate_engine_schema",),
     "records": ("Op", "OutboxEvent", "Run"),
     "payloads": ("PayloadCodec",),

@@ -250,9 +250,14 @@ def leave_thread() -> None:
     django_session.leave_thread()
 
 
+def driver_error(error: BaseException) -> BaseException:
+    """Return what the driver said behind an error of SQLAlchemy or Django; another one as it is."""
+    return getattr(error, "orig", None) or django_session.cause(error) or error
+
+
 def is_elsewhere(error: BaseException) -> bool:
     """Say whether an exception means that a statement of ours met a database without what it names."""
-    behind = getattr(error, "orig", None) or django_session.cause(error) or error
+    behind = driver_error(error)
     return isinstance(behind, NOT_MIGRATED) or getattr(behind, "sqlstate", None) in _NOT_MIGRATED_STATES
 
 

@@ -15,7 +15,7 @@ import pytest
 from celery import Celery
 from celery.result import AsyncResult
 
-from tests.support.apps import LEDGER, REDELIVERY, Tasks
+from tests.support.apps import ELSEWHERE, LEDGER, REDELIVERY, Tasks
 from tests.support.bodylog import BodyLog
 from tests.support.brokers import Broker, wait_until_empty
 from tests.support.clock import Clock
@@ -25,6 +25,7 @@ from tests.support.wait import until
 from tests.support.workers import Worker
 from umt_durable.database import Connection
 from umt_durable.failpoints import ENVIRONMENT
+from umt_durable.ledger import install_ledger
 from umt_durable.services.relay import HOLD_SECONDS
 from umt_durable.states import RunState
 from umt_durable.store import outbox
@@ -36,6 +37,8 @@ DEFAULT = {
     "step.commit.b",
     "txstep.commit.b",
     "txstep.commit.a",
+    "ledger.commit.b",
+    "ledger.commit.a",
     "wait.commit.a",
     "relay.publish.a",
     "op.call.a",
@@ -49,6 +52,7 @@ POINTS = {
         *("relay.claim.b", "relay.claim.a", "relay.publish.b", "relay.publish.a", "relay.delete.b", "relay.delete.a"),
     ),
     "booking": ("step.grant.b", "step.grant.a", "txstep.user_sql.a", "txstep.commit.b", "txstep.commit.a"),
+    "elsewhere": ("ledger.user_sql.a", "ledger.commit.b", "ledger.commit.a", "ledger.record.a"),
     "shipping": ("op.begin.b", "op.begin.a", "op.call.b", "op.call.a", "op.done.b", "op.done.a"),
     "sleeper": (
         *("sleep.suspend.b", "sleep.suspend.a", "timer.select.a", "timer.commit.b", "timer.commit.a"),
@@ -64,6 +68,7 @@ POINTS = {
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "ten_steps": (),
     "booking": (3,),
+    "elsewhere": (6,),
     "shipping": ("ship:17",),
     "sleeper": (2.5, 1),
     "waiter": ("go",),
@@ -73,6 +78,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 RESULTS: dict[str, Any] = {
     "ten_steps": list(range(1, 11)),
     "booking": 3,
+    "elsewhere": 6,
     "shipping": 1,
     "sleeper": 1,
     "waiter": 5,
@@ -136,6 +142,16 @@ def ledger(conn: Connection, schema: str, worker_env: dict[str, str]) -> str:
 
 
 @pytest.fixture
+def booked(other_database_url: str, worker_env: dict[str, str]) -> Iterator[Callable[[], list[int]]]:
+    """Return a function that reads what is booked in the other database, where a ledger is installed."""
+    install_ledger(other_database_url)
+    worker_env[ELSEWHERE] = other_database_url
+    with psycopg.connect(other_database_url, autocommit=True) as books:
+        books.execute("CREATE TABLE booking (value int)")
+        yield lambda: [row[0] for row in books.execute("SELECT value FROM booking").fetchall()]
+
+
+@pytest.fixture
 def carrier(tmp_path: Path, worker_env: dict[str, str]) -> Iterator[Provider]:
     """Return a provider that honours idempotency keys, which the workers of this test call."""
     with Provider("idempotent", tmp_path) as carrier:
@@ -156,6 +172,7 @@ def test_i1_a_run_whose_process_dies_at_a_point_ends_once(
     conn: Connection,
     ledger: str,
     carrier: Provider,
+    booked: Callable[[], list[int]],
     task: str,
     point: str,
 ) -> None:
@@ -171,6 +188,7 @@ def test_i1_a_run_whose_process_dies_at_a_point_ends_once(
         until(lambda: outbox.status(conn)[0] == 0, timeout=60, what="the outbox to be empty")
     rows = conn.execute(f"SELECT value FROM {ledger}".encode()).fetchall()
     assert rows == {"booking": [(3,)], "shipping": [(1,)]}.get(task, [])
+    assert booked() == ([6] if task == "elsewhere" else [])
     assert carrier.applied("ship:17") == (task == "shipping")
     assert_no_finished_step_was_repeated(tasks, body_log, result.id)
 

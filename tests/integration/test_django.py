@@ -222,7 +222,7 @@ def test_other_databases_drivers_threads_and_loops_are_refused(shop: Any) -> Non
 # -- the transaction of a step ----------------------------------------------------------------------------------------
 
 
-def test_i16_django_rows_result_and_what_is_enqueued_commit_together_once(
+def test_i16_e7_django_rows_result_and_what_is_enqueued_commit_together_once(
     engine: Engine, shop: Any, conn: Connection, schema: str
 ) -> None:
     hooks: list[str] = []

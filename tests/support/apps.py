@@ -22,6 +22,7 @@ from tests.support.queues import QUEUE
 from umt_durable import (
     Durable,
     DurableTask,
+    Ledger,
     OpInfo,
     Policy,
     RetryPolicy,
@@ -31,6 +32,8 @@ from umt_durable import (
 )
 
 LEDGER = "UMT_TEST_LEDGER"
+ELSEWHERE = "UMT_TEST_ELSEWHERE"
+"""The URL of another database, with a ledger and a table `booking`."""
 MAX_PRIORITY = "UMT_TEST_MAX_PRIORITY"
 """With what `x-max-priority` queues are declared; RabbitMQ heeds no priority without."""
 REDELIVERY = "UMT_TEST_REDELIVERY_SECONDS"
@@ -57,6 +60,13 @@ def book(tx: Any, step: str, value: int, gate: str = "") -> int:
     with bodylog.body(step):
         gates.pass_through(gate)
         tx.execute(f"INSERT INTO {os.environ[LEDGER]} (step, value) VALUES (%s, %s)".encode(), (step, value))
+        return value
+
+
+def book_elsewhere(tx: Any, step: str, value: int) -> int:
+    """Write one row into a table of another database, which has no unique constraint, so that a double shows."""
+    with bodylog.body(step):
+        tx.execute("INSERT INTO booking (value) VALUES (%s)", (value,))
         return value
 
 
@@ -96,6 +106,7 @@ class Tasks:
     no_step: Any
     ledger: Any
     booking: Any
+    elsewhere: Any
     shipping: Any
     sleeper: Any
     looper: Any
@@ -160,6 +171,10 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
     def booking(ctx: TaskContext, value: int, gate: str = "") -> int:
         return ctx.step.transaction("book", book, "book", value, gate)
 
+    @durable.task(name="tests.elsewhere", version=1)
+    def elsewhere(ctx: TaskContext, value: int) -> int:
+        return ctx.step.transaction("book", book_elsewhere, "book", value, on=Ledger(os.environ[ELSEWHERE]))
+
     @durable.task(name="tests.shipping", version=1)
     def shipping(ctx: TaskContext, op_key: str, policy: str = "idempotent_key") -> int:
         return ctx.step.effect(op_key, ship, commit=keep_label, policy=Policy(policy))
@@ -191,6 +206,7 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
         "no_step": no_step,
         "ledger": ledger,
         "booking": booking,
+        "elsewhere": elsewhere,
         "shipping": shipping,
         "sleeper": sleeper,
         "looper": looper,

@@ -220,11 +220,31 @@ def dying_at(name: str, nth: int = 1) -> Iterator[None]:
             if len(seen) == nth:
                 raise KeyboardInterrupt
 
+    with _at_points(die):
+        yield
+
+
+@contextmanager
+def stopping_at(name: str, gate: Gate) -> Iterator[None]:
+    """Have who comes first to a fail point stop at a gate."""
+    seen: list[str] = []
+
+    def stop(reached: str) -> None:
+        if reached == name and not seen:
+            seen.append(reached)
+            gate.pass_through()
+
+    with _at_points(stop):
+        yield
+
+
+@contextmanager
+def _at_points(act: Callable[[str], None]) -> Iterator[None]:
     # Those modules that take the function itself hold the one of when they were imported.
     modules = [module for path, module in list(sys.modules.items()) if path.startswith("umt_durable")]
     before = [(module, module.point) for module in modules if hasattr(module, "point")]
     for module, _ in before:
-        module.point = die  # type: ignore[attr-defined]
+        module.point = act  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from umt_durable.errors import DatabaseUnavailableError, DurableError
 COMMANDS: Final = {
     "migrate": "cli_schema",
     "grants": "cli_schema",
+    "ledger": "cli_ledger",
     "status": "cli_runs",
     "runs": "cli_runs",
     "show": "cli_runs",

@@ -11,6 +11,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from umt_durable.engine.context import AttemptToken, current_context
 from umt_durable.errors import DefinitionError, NotAppliedError
+from umt_durable.ledger import Ledger
 from umt_durable.session import Binding
 
 R = TypeVar("R")
@@ -106,6 +107,14 @@ class Effect:
         for cls in self.not_applied:
             if not isinstance(cls, type) or not issubclass(cls, Exception):
                 raise DefinitionError(f"{name}: not_applied holds exception classes, not {cls!r}")
+        self._check_commit()
+
+    def _check_commit(self) -> None:
+        if self.commit is not None and isinstance(self.binding, Ledger):
+            raise DefinitionError(
+                f"effect {self.op_key!r}: commit= writes where the op ledger is, in the database of the runs; write to"
+                " another one in a step.transaction after it"
+            )
 
     @property
     def asks_a_person(self) -> bool:

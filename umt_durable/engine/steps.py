@@ -15,6 +15,7 @@ from umt_durable.engine.children import call, gather, spawn
 from umt_durable.engine.effecting import run_effect
 from umt_durable.engine.effects import MISSING as MISSING_REQUEST
 from umt_durable.engine.effects import Effect, OpInfo, Policy, Reconciled
+from umt_durable.engine.elsewhere import Elsewhere, LedgerStep
 from umt_durable.engine.parallelsteps import ParallelSteps
 from umt_durable.engine.passing import LONGEST, Pass
 from umt_durable.engine.recording import Body, Recorder, StepOptions, run_coroutine
@@ -24,8 +25,11 @@ from umt_durable.engine.sleeping import Sleep, sleep
 from umt_durable.engine.txstep import run_in_transaction, step_record
 from umt_durable.engine.waitsteps import WaitSteps
 from umt_durable.errors import DefinitionError
+from umt_durable.ledger import Ledger
+from umt_durable.records import StepEntry
 from umt_durable.session import Binding
 from umt_durable.states import StepKind, StepState
+from umt_durable.store.journal import Entry
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,22 +91,19 @@ class Steps(WaitSteps, ParallelSteps):
         """Execute `fn(tx, ...)` in one transaction with the record of its result and the check of the fence (I16).
 
         Shape: `tx` is a SQLAlchemy Session or a psycopg Connection, after the binding named in the settings or given
-        as `on`; without one, a psycopg Connection to our own database. Whatever `fn` writes through it is committed
-        with the result or not at all, so the step is exactly once.
-        Errors: as `run`; FencingError from the database ends the attempt quietly.
+        as `on`, or a Django connection; without a binding, a psycopg Connection to our own database. Whatever `fn`
+        writes through it is committed with the result or not at all, so the step is exactly once. A `Ledger` as
+        binding leads to another database: the rows are committed with an entry of the ledger there, exactly once.
+        Errors: as `run`; SchemaError for a database without our schema, or without its ledger; FencingError from the
+        database ends the attempt quietly.
         """
         annotation = codec.return_annotation(fn)
         entry, recorded = self._recorder.identify(name, StepKind.TRANSACTION, args, kwargs)
         if recorded is not None and recorded.state is not StepState.STARTED:
             result: R = self._recorder.replay(recorded, annotation)
             return result
-        binding, where = self._binding(on), f"step {name!r}"
-        record = step_record(entry, lambda tx: fn(tx, *args, **kwargs), annotation, where=where)
-
-        def body() -> object:
-            return run_in_transaction(self._pass, entry, binding, record, where=where)
-
-        value: R = self._recorder.execute(entry, recorded, Body(body, annotation, name, commits=True), explicit=True)
+        call = self._transaction(entry, recorded, lambda tx: fn(tx, *args, **kwargs), annotation, on, name=name)
+        value: R = self._recorder.execute(entry, recorded, Body(call, annotation, name, commits=True), explicit=True)
         return value
 
     def effect(
@@ -233,6 +234,24 @@ class Steps(WaitSteps, ParallelSteps):
         if not inspect.iscoroutinefunction(fn):
             return lambda: fn(*args, **kwargs)
         return lambda: run_coroutine(self._pass, fn(*args, **kwargs), preemptible=self._options.preemptible)
+
+    def _transaction(
+        self,
+        entry: Entry,
+        recorded: StepEntry | None,
+        body: Callable[[Any], Any],
+        annotation: Any,
+        on: Binding | Ledger | str | None,
+        *,
+        name: str,
+    ) -> Callable[[], Any]:
+        """Return what executes a transaction step once, where its binding leads."""
+        binding, where = self._binding(on), f"step {name!r}"
+        if isinstance(binding, Ledger):
+            begun = None if recorded is None else recorded.age_seconds or 0.0
+            return LedgerStep(self._pass, Elsewhere(entry, binding, body, annotation, where, begun)).once
+        record = step_record(entry, body, annotation, where=where)
+        return lambda: run_in_transaction(self._pass, entry, binding, record, where=where)
 
     def _binding(self, on: Binding | str | None) -> Binding:
         bindings = self._pass.bindings

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, Protocol, TypeAlias
 
 from umt_durable.payloads import Vault
@@ -66,8 +67,18 @@ def statements(schema: str) -> dict[str, Statement]:
 
     Errors: ValueError when two files use one name.
     """
+    return _read(resources.files(__package__), schema)
+
+
+@cache
+def elsewhere(schema: str) -> dict[str, Statement]:
+    """Return the statements of `sql/elsewhere/*.sql`, which are for ledgers in other databases."""
+    return _read(resources.files(__package__) / "elsewhere", schema)
+
+
+def _read(folder: Traversable, schema: str) -> dict[str, Statement]:
     found: dict[str, Statement] = {}
-    for file in sorted(resources.files(__package__).iterdir(), key=lambda entry: entry.name):
+    for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if not file.name.endswith(".sql"):
             continue
         source = file.read_text(encoding="utf-8")
@@ -86,6 +97,13 @@ def typed(row: Row, place: int, kind: Callable[[Any], Any]) -> Row:
     """Return a row with one of its values, if it is not null, made into its own type."""
     value = row[place]
     return (*row[:place], None if value is None else kind(value), *row[place + 1 :])
+
+
+def there(conn: SchemaConnection, name: str, /, **params: Any) -> Row | None:
+    """Run a statement of `sql/elsewhere/` in the database that it is for, and return its row, if it gives one."""
+    statement = elsewhere(conn.schema)[name]
+    row: Row | None = conn.execute(statement.text, conn.vault.sealed(params)).fetchone()
+    return row
 
 
 def _execute(conn: SchemaConnection, name: str, arity: str, params: Mapping[str, Any]) -> Any:
