@@ -13,6 +13,7 @@ from umt_durable.errors import ConfigurationError
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 MIN_LEASE_SECONDS = 3.0
+HOLD_SECONDS = 15.0
 MOST_SECONDS = 86_400.0
 MAX_NAMESPACE = 255
 MIN_KEY_CHARACTERS = 16
@@ -38,6 +39,9 @@ class Settings:
     """How often relay and maintenance look for work when nothing wakes them."""
     deliver_seconds: float = 30.0
     """How long a hint may be on its way before it may count as lost; doubled each time, up to an hour."""
+    hold_seconds: float = HOLD_SECONDS
+    """How long who has taken messages out of the outbox, a relay or the process that finished a run, may take to send
+    them before another relay does. At least 1."""
     max_crashes: int = 5
     """How many take-overs without progress a run survives before it is quarantined."""
     max_publish_attempts: int = 20
@@ -63,7 +67,7 @@ class Settings:
     spaces between: the first signs, all are known. None: the schema's own, which is made with it."""
 
     def __post_init__(self) -> None:
-        for name in ("lease_seconds", "poll_seconds", "deliver_seconds"):
+        for name in ("lease_seconds", "poll_seconds", "deliver_seconds", "hold_seconds"):
             # A comparison with NaN is never true, so it would pass each of the others.
             if not math.isfinite(getattr(self, name)) or getattr(self, name) > MOST_SECONDS:
                 raise ConfigurationError(f"{name} must be a number up to {MOST_SECONDS:g}, not {getattr(self, name)!r}")
@@ -71,6 +75,8 @@ class Settings:
             raise ConfigurationError(
                 f"lease_seconds must be at least {MIN_LEASE_SECONDS:g}, not {self.lease_seconds:g}"
             )
+        if self.hold_seconds < 1:
+            raise ConfigurationError(f"hold_seconds must be at least 1, not {self.hold_seconds:g}")
         if not self.schema or "\0" in self.schema or len(self.schema.encode()) > 63:
             raise ConfigurationError(f"{self.schema!r} is no Postgres schema name (1 to 63 bytes)")
         if not 0 < len(self.op_namespace.encode("utf-8", "replace")) <= MAX_NAMESPACE or "\0" in self.op_namespace:

@@ -27,7 +27,7 @@ from umt_durable.bridge import ordinary
 from umt_durable.database import Connection
 from umt_durable.engine.answers import Place
 from umt_durable.failpoints import ENVIRONMENT
-from umt_durable.services.relay import HOLD_SECONDS
+from umt_durable.settings import HOLD_SECONDS
 from umt_durable.store import outbox, waits
 
 pytestmark = [pytest.mark.processes, pytest.mark.redis_by_default]

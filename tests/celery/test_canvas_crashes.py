@@ -50,6 +50,7 @@ def test_i13_finishers_that_die_lose_no_follower_and_double_none(
     tmp_path: Path,
 ) -> None:
     once = {point: tmp_path / point for point in POINTS}
+    worker_env["DURABLE_HOLD_SECONDS"] = "2"
     worker_env[ENVIRONMENT] = ",".join(f"{point}=kill;nth=2;file:{path}" for point, path in once.items())
     start_worker(app=APP, pool="prefork", concurrency=2)
     hop = canvas.hop
@@ -91,6 +92,7 @@ def test_i13_workers_that_die_whole_while_finishing_lose_no_follower_and_double_
     kind: str,
 ) -> None:
     once = {point: tmp_path / point for point in POINTS}
+    worker_env["DURABLE_HOLD_SECONDS"] = "2"
     worker_env[ENVIRONMENT] = ",".join(f"{point}=kill;nth=2;file:{path}" for point, path in once.items())
     worker = start_worker(app=APP, pool=kind, concurrency=1 if kind == "solo" else 4)
     hop = canvas.hop
@@ -125,6 +127,7 @@ def test_an_errback_sees_the_failure_it_is_called_for_whoever_publishes_it(
     body_log: BodyLog,
     tmp_path: Path,
 ) -> None:
+    worker_env["DURABLE_HOLD_SECONDS"] = "2"
     worker_env[ENVIRONMENT] = f"finish.result.b=kill;file:{tmp_path / 'once'}"
     start_worker(app=APP, pool="prefork", concurrency=1)
 

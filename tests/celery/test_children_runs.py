@@ -102,6 +102,7 @@ def test_i17_kills_and_a_wiped_broker_make_no_twins_and_lose_none(
     gates: Gates,
     tmp_path: Path,
 ) -> None:
+    worker_env["DURABLE_HOLD_SECONDS"] = "2"
     worker_env[ENVIRONMENT] = (
         f"child.insert.a=kill;file:{tmp_path / 'insert'},finish.commit.a=kill;nth=3;file:{tmp_path / 'end'}"
     )

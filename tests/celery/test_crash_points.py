@@ -26,7 +26,7 @@ from tests.support.workers import Worker
 from umt_durable.database import Connection
 from umt_durable.failpoints import ENVIRONMENT
 from umt_durable.ledger import install_ledger
-from umt_durable.services.relay import HOLD_SECONDS
+from umt_durable.settings import HOLD_SECONDS
 from umt_durable.states import RunState
 from umt_durable.store import outbox
 
@@ -107,7 +107,7 @@ class Crash:
         """Start the worker that will die, or lose a child, at the point."""
         # A relay looks at the outbox once before its worker is ready.
         when = "nth=2;" if self.point.startswith("relay.claim.") else ""
-        acting = {**self.env, ENVIRONMENT: f"{self.point}=kill;{when}file:{self.once}"}
+        acting = {**self.env, "DURABLE_HOLD_SECONDS": "2", ENVIRONMENT: f"{self.point}=kill;{when}file:{self.once}"}
         self.workers.append(self.start(pool="prefork", concurrency=1, env=acting))
 
     @property

@@ -21,8 +21,7 @@ from tests.support.workers import Serve, Worker
 from umt_durable.bridge import sending
 from umt_durable.database import Connection
 from umt_durable.failpoints import ENVIRONMENT
-from umt_durable.services.relay import HOLD_SECONDS
-from umt_durable.settings import Settings
+from umt_durable.settings import HOLD_SECONDS, Settings
 from umt_durable.states import OutboxStatus, RunState
 from umt_durable.store import outbox
 

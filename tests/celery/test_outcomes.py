@@ -63,6 +63,7 @@ def test_i13_a_crash_after_the_finish_loses_neither_result_nor_callback(
     point: str,
 ) -> None:
     worker_env[ENVIRONMENT] = f"{point}=kill;file:{tmp_path / 'once'}"
+    worker_env["DURABLE_HOLD_SECONDS"] = "2"
     start_worker(pool="prefork", concurrency=1)
 
     result = tasks.no_step.apply_async((7,), link=tasks.one_step.s())

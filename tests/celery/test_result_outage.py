@@ -19,7 +19,7 @@ from tests.support.proxy import Proxy
 from tests.support.wait import until
 from tests.support.workers import Worker
 from umt_durable.database import Connection
-from umt_durable.services.relay import HOLD_SECONDS
+from umt_durable.settings import HOLD_SECONDS
 
 pytestmark = [pytest.mark.processes, pytest.mark.parametrize("broker", ["redis"], indirect=True)]
 

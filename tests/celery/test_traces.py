@@ -117,6 +117,7 @@ def test_d2_the_trace_survives_a_killed_finisher_and_a_relay_elsewhere_that_is_f
     tmp_path: Path,
 ) -> None:
     once = f"finish.commit.a=kill;file:{tmp_path / 'killed'}"
+    worker_env["DURABLE_HOLD_SECONDS"] = "2"
     start_worker(app=APP, env={**worker_env, ENVIRONMENT: once, "DURABLE_WORKER_SERVICES": "0"})
     serve("all", app=APP, env={name: value for name, value in worker_env.items() if name != SPANS})
 
@@ -138,6 +139,7 @@ def test_d2_a_relay_that_is_followed_goes_on_with_the_trace_of_the_run(
     tmp_path: Path,
 ) -> None:
     once = f"finish.commit.a=kill;file:{tmp_path / 'killed'}"
+    worker_env["DURABLE_HOLD_SECONDS"] = "2"
     start_worker(app=APP, env={**worker_env, ENVIRONMENT: once, "DURABLE_WORKER_SERVICES": "0"})
     serve("all", app=APP)
 
@@ -235,6 +237,7 @@ def test_sentry_keeps_the_trace_where_a_relay_publishes(
     tmp_path: Path,
 ) -> None:
     once = f"finish.commit.a=kill;file:{tmp_path / 'killed'}"
+    worker_env["DURABLE_HOLD_SECONDS"] = "2"
     start_worker(app=APP, env={**worker_env, ENVIRONMENT: once, "DURABLE_WORKER_SERVICES": "0"})
     serve("all", app=APP)
 

@@ -21,8 +21,8 @@ from umt_durable.engine.outbox import OutboxClient
 from umt_durable.engine.outcomes import Finished, Parked
 from umt_durable.errors import BrokerUnavailableError
 from umt_durable.records import FinishedRun, OutboxEntry, OutboxEvent
-from umt_durable.services.relay import HOLD_SECONDS, Relay, RelayCounts
-from umt_durable.settings import Settings
+from umt_durable.services.relay import Relay, RelayCounts
+from umt_durable.settings import HOLD_SECONDS, Settings
 from umt_durable.states import OutboxStatus, RunState
 from umt_durable.store import outbox
 

@@ -19,8 +19,8 @@ from umt_durable import OpInfo
 from umt_durable.database import Connection, Database
 from umt_durable.engine.context import TaskContext
 from umt_durable.engine.outcomes import Parked
-from umt_durable.services.relay import HOLD_SECONDS, Relay
-from umt_durable.settings import Settings
+from umt_durable.services.relay import Relay
+from umt_durable.settings import HOLD_SECONDS, Settings
 from umt_durable.states import RunState
 from umt_durable.store import outbox
 

@@ -35,8 +35,8 @@ from umt_durable.errors import (
     UnknownEventError,
 )
 from umt_durable.services.events import EventStarter
-from umt_durable.services.relay import HOLD_SECONDS, RelayCounts
-from umt_durable.settings import Settings
+from umt_durable.services.relay import RelayCounts
+from umt_durable.settings import HOLD_SECONDS, Settings
 from umt_durable.sql import statements
 from umt_durable.store import workers
 

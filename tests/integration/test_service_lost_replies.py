@@ -16,11 +16,11 @@ from umt_durable.records import NewRun
 from umt_durable.services import takeover
 from umt_durable.services.intake import take_in
 from umt_durable.services.redispatch import Redispatch
-from umt_durable.services.relay import HOLD_SECONDS, Relay
+from umt_durable.services.relay import Relay
 from umt_durable.services.router import Router, route
 from umt_durable.services.takeover import Sweeper
 from umt_durable.services.timers import Timers
-from umt_durable.settings import Settings
+from umt_durable.settings import HOLD_SECONDS, Settings
 from umt_durable.store import facts, markers, runs
 
 Run = Callable[[str], None]

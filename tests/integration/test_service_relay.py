@@ -14,9 +14,9 @@ from tests.support.wait import until
 from umt_durable import telemetry
 from umt_durable.database import Connection, Database
 from umt_durable.services.redispatch import Redispatch
-from umt_durable.services.relay import HOLD_SECONDS, Relay
+from umt_durable.services.relay import Relay
 from umt_durable.services.takeover import rehint
-from umt_durable.settings import Settings
+from umt_durable.settings import HOLD_SECONDS, Settings
 from umt_durable.states import RunState
 from umt_durable.store import outbox, runs
 

@@ -10,7 +10,7 @@ import pytest
 from umt_durable.errors import ConfigurationError
 from umt_durable.settings import Settings
 
-SECONDS = ("lease_seconds", "poll_seconds", "deliver_seconds")
+SECONDS = ("lease_seconds", "poll_seconds", "deliver_seconds", "hold_seconds")
 
 
 @pytest.mark.parametrize("name", SECONDS)

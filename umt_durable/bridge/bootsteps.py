@@ -22,7 +22,7 @@ from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 
 from umt_durable.bridge import leaving
-from umt_durable.bridge.broker_repairs import repair_redis_channel
+from umt_durable.bridge.broker_repairs import RestoreHints, repair_redis_channel, repair_redis_delivery
 from umt_durable.bridge.children import ChildWatch, children_of
 from umt_durable.bridge.intake import INTAKE, Intake
 from umt_durable.bridge.request import DurableRequest
@@ -63,6 +63,7 @@ class FitStep(bootsteps.Step):
         refuse_pool(worker.pool_cls)
         take_versions(runtime, durable_versions)
         repair_redis_channel()
+        repair_redis_delivery()
         pin_prefetch(worker)
         runtime.node = announce_node()
         leaving.announce(runtime.node)
@@ -145,7 +146,7 @@ def install(app: Any) -> None:
     """Add the steps and options of this package to an app; its workers have them. Doing it twice changes nothing."""
     app.user_options["worker"].add(VERSIONS)
     app.steps["worker"].update({FitStep, ServicesStep, ChildWatch})
-    app.steps["consumer"].add(UnknownMessages)
+    app.steps["consumer"].update({UnknownMessages, RestoreHints})
 
 
 def give_back_waiting(seconds: float) -> int:

@@ -51,9 +51,6 @@ from umt_durable.store.ledger import OpName
 
 logger = logging.getLogger(__name__)
 
-FINISH_HOLD_SECONDS = 15.0
-"""How long the finisher keeps the rows it publishes itself, before a relay takes them."""
-
 MOST_ORPHANS = 10
 """How many orphans of a run are named in its history; the log names all."""
 
@@ -254,7 +251,7 @@ class Execution:
                     state=RunState.SUCCEEDED,
                     report=False,
                     callbacks=0,
-                    hold_seconds=FINISH_HOLD_SECONDS,
+                    hold_seconds=self._settings.hold_seconds,
                     repair_seconds=2 * self._settings.lease_seconds,
                 )
                 if ended is RunState.CANCELLED:
@@ -263,7 +260,7 @@ class Execution:
                     runs.enqueue(guard.conn, how.run, deliver_seconds=self._settings.deliver_seconds)
                     runs.hand_on_parent(guard.conn, token.run, how.run.id, how.run.nesting)
                 elif ended is not None and how.message is not None:
-                    outbox.keep_callback(guard, payload=how.message, hold_seconds=FINISH_HOLD_SECONDS)
+                    outbox.keep_callback(guard, payload=how.message, hold_seconds=self._settings.hold_seconds)
             return ended
 
         point("finish.commit.b")
@@ -437,7 +434,7 @@ class Execution:
                 summary=said if failure is None else failure.summary,
                 report=reports,
                 callbacks=callbacks,
-                hold_seconds=FINISH_HOLD_SECONDS,
+                hold_seconds=self._settings.hold_seconds,
                 repair_seconds=2 * self._settings.lease_seconds,
             ),
             ended_as=(AttemptOutcome.COMPLETED, AttemptOutcome.FAILED, AttemptOutcome.CANCELLED),

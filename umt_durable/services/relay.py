@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 REPORTS: Final = (OutboxType.RESULT, OutboxType.CALLBACK)
 BATCH: Final = 100
-HOLD_SECONDS: Final = 15.0
-"""How long a claimed row is left to the relay that claimed it."""
 RETURN_SECONDS: Final = 0.2
 ELSEWHERE_SECONDS: Final = 1.0
 """How long an event that only another process can route is left to it."""
@@ -168,7 +166,7 @@ class Relay:
     def run_once(self) -> RelayCounts:
         """Take one batch out of the outbox; nothing while the broker is left alone.
 
-        Errors: DatabaseUnavailableError; rows claimed by then are due again after HOLD_SECONDS.
+        Errors: DatabaseUnavailableError; rows claimed by then are due again after `hold_seconds`.
         """
         if self.rest_seconds() > 0:
             return RelayCounts()
@@ -211,7 +209,7 @@ class Relay:
 
     def _claim(self, relay: UUID) -> list[OutboxEntry]:
         def claim(conn: Connection) -> list[OutboxEntry]:
-            entries = outbox.claim(conn, relay=relay, limit=BATCH, hold_seconds=HOLD_SECONDS)
+            entries = outbox.claim(conn, relay=relay, limit=BATCH, hold_seconds=self._settings.hold_seconds)
             failpoints.point("relay.claim.r")
             return entries
 
@@ -290,7 +288,7 @@ class Relay:
             if sent.outage is not None:
                 break  # what is left has not left
             some = clear[start : start + AT_ONCE]
-            may = self._awaited.leave(some, relay, hold_seconds=HOLD_SECONDS)
+            may = self._awaited.leave(some, relay, hold_seconds=self._settings.hold_seconds)
             stale = {entry.id for entry in some} - may
             found = self._send(_Batch(others=[entry for entry in some if entry.id in may]))
             once = {entry.id for entry in some if entry.once} & found.confirmed
@@ -361,7 +359,7 @@ class Relay:
 
         if ids or kept or once:
             failpoints.point("relay.delete.b")
-            self._database.do(delete, seconds=HOLD_SECONDS)  # what stays is published again
+            self._database.do(delete, seconds=self._settings.hold_seconds)  # what stays is published again
             failpoints.point("relay.delete.a")
 
     def _refuse(self, entry: OutboxEntry, sent: _Sent, relay: UUID) -> None:
