@@ -38,6 +38,7 @@ MATRIX = (
     "tests/celery/test_parallel_runs.py",
     "tests/celery/test_existing_tasks.py",
     "tests/celery/test_sealed_runs.py",
+    "tests/scenarios/test_s18_ten_thousand_children.py",
     "tests/e2e/test_adopt.py",
     "tests/smoke/nodes",
     "tests/smoke/containers",
@@ -140,7 +141,7 @@ COMMANDS: Dict[str, Command] = {
     "demo": Command("orders from a CSV file, through kills and a wiped broker", ("embedded",), demo),
     "test": Command("the test suite; arguments go to pytest", TESTED, test),
     "matrix": Command(
-        "the long suites: all canvas shapes on each broker and pool, beat and pytest-celery's nodes on both brokers",
+        "the long suites: canvas on each broker and pool, beat, ten thousand children, pytest-celery's nodes",
         TESTED,
         matrix,
     ),
