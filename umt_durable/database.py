@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
@@ -172,6 +172,27 @@ class Database:
             conn.close()
             raise DatabaseUnavailableError(f"Postgres cannot be reached: {redact_text(str(error))}") from None
         return conn
+
+    @contextmanager
+    def reading(self) -> Iterator[psycopg.Connection[tuple[Any, ...]]]:
+        """Open a connection for code of the application's that may only read, and close it at the end.
+
+        Shape: in autocommit, with our time limits; through a pooler in one transaction, since what is set for a session
+        would stay with the pooler's connection. It is none of the pool's: whatever is changed on it ends with it.
+        Errors: DatabaseUnavailableError, after one try.
+        """
+        options = self._options("umt_durable check")
+        if self._settings.pooler:
+            options["autocommit"] = False
+        else:
+            options["options"] += " -c default_transaction_read_only=on"
+        try:
+            conn = psycopg.Connection.connect(self.url, **options)
+        except psycopg.OperationalError as error:
+            raise DatabaseUnavailableError(f"Postgres cannot be reached: {redact_text(str(error))}") from None
+        with closing(conn):
+            conn.read_only = True
+            yield conn
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:

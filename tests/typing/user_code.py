@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, assert_type
 from uuid import UUID
 
+import psycopg
 from celery import Celery
 from pydantic import BaseModel
 
@@ -145,6 +146,10 @@ def parallel(ctx: TaskContext, orders: list[Order]) -> int:
     return len(labels)
 
 
+def shipped(conn: psycopg.Connection) -> object:
+    return conn.execute("SELECT 1").fetchone()
+
+
 @durable.task(name="shop.waits")
 def waits(ctx: TaskContext) -> str:
     receipt = ctx.step.wait_for_fact("receipt", type=Receipt, on_created=lambda address: print(address.run_id))
@@ -156,6 +161,7 @@ def waits(ctx: TaskContext) -> str:
     assert_type(ctx.step.wait_all({"a": "a", "b": Timer(timedelta(hours=1))}), dict[str, Fact[Any]])
     assert_type(ctx.step.wait_all(["a", "b"]), list[Fact[Any]])
     assert_type(ctx.step.wait_quorum(2, ["a", "b", "c"], timeout=timedelta(days=1)), list[Fact[Any]])
+    ctx.step.wait_for_fact("read", check=shipped)
     row: Fact = ctx.step.wait_for_fact("row", check=lambda: True, poll=PollPolicy(maximum=timedelta(minutes=1)))
     return receipt.payload.text + str(won.label) + row.source
 

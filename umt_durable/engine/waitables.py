@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeAlias
+
+import psycopg
 
 from umt_durable import codec
 from umt_durable.engine.passing import LONGEST
@@ -21,6 +24,9 @@ else:
     from typing import TypeVar
 
     T = TypeVar("T")
+
+Check: TypeAlias = Callable[[], Any] | Callable[[psycopg.Connection[tuple[Any, ...]]], Any]
+"""What a wait asks whether it is over: a function of nothing, or of a connection that may only read."""
 
 DEFAULT_POLL = timedelta(minutes=1)
 MODES = ("first", "latest", "queue")
@@ -87,7 +93,7 @@ class FactWait:
 
     name: str
     key: str | None = None
-    check: Callable[[], Any] | None = None
+    check: Check | None = None
     mode: str = "first"
     type: Any = codec.EMPTY
 
@@ -99,10 +105,32 @@ class FactWait:
             raise DefinitionError(f"wait {self.name!r}: mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if self.check is not None and (not callable(self.check) or inspect.iscoroutinefunction(self.check)):
             raise DefinitionError(f"wait {self.name!r}: check must be a plain function, not {self.check!r}")
+        if self.check is not None and _needs(self.check) > 1:
+            raise DefinitionError(
+                f"wait {self.name!r}: check takes nothing, or a connection to read with, and no more: {self.check!r}"
+            )
+
+    @property
+    def reads(self) -> bool:
+        """Whether the check asks for a connection."""
+        return self.check is not None and _needs(self.check) == 1
 
     def address(self, run_id: str) -> str:
         """Return where the fact is said."""
         return waits.run_address(run_id, self.name) if self.key is None else waits.key_address(self.name, self.key)
+
+
+def _needs(function: Callable[..., Any]) -> int:
+    """Return how many arguments a function cannot be called without; 0 of one that does not say."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    kinds = Counter(one.kind for one in parameters if one.default is one.empty)
+    named = kinds[inspect.Parameter.KEYWORD_ONLY]
+    if named:
+        return named + 1  # no connection is given by name
+    return kinds[inspect.Parameter.POSITIONAL_ONLY] + kinds[inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,9 +317,8 @@ class Waiting:
         if not self._is_pending(row):
             return
         assert row.fact is not None
-        assert row.fact.check is not None
         self._pass.attempt.prove()  # user code is entered, as above
-        answer = row.fact.check()
+        answer = self._ask(row.fact)
         if not answer:
             return
         encoded, _ = codec.round_trip(answer, row.fact.type, where=f"the check of wait {row.name!r}")
@@ -330,6 +329,14 @@ class Waiting:
         if self._pass.attempt.write(settle, cancel=bool):
             raise Canceled("cancelled")
         self._read()
+
+    def _ask(self, fact: FactWait) -> Any:
+        check: Callable[..., Any] | None = fact.check
+        assert check is not None
+        if not fact.reads:
+            return check()
+        with self._pass.database.reading() as conn:
+            return check(conn)
 
     def _end_if_due(self) -> None:
         """Time out what is overdue, here: timers look at parked runs only, and this one is needed again."""

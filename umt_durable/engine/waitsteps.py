@@ -13,6 +13,7 @@ from umt_durable.engine.passing import Pass
 from umt_durable.engine.recording import StepOptions
 from umt_durable.engine.waitables import (
     MISSING,
+    Check,
     Fact,
     FactAddress,
     FactWait,
@@ -42,7 +43,7 @@ class WaitSteps:
         *,
         type: type[V],
         key: str | None = None,
-        check: Callable[[], Any] | None = None,
+        check: Check | None = None,
         timeout: timedelta | None = None,
         poll: timedelta | PollPolicy | None = None,
         mode: str = "first",
@@ -57,7 +58,7 @@ class WaitSteps:
         *,
         type: Any = codec.EMPTY,
         key: str | None = None,
-        check: Callable[[], Any] | None = None,
+        check: Check | None = None,
         timeout: timedelta | None = None,
         poll: timedelta | PollPolicy | None = None,
         mode: str = "first",
@@ -71,7 +72,7 @@ class WaitSteps:
         *,
         type: Any = codec.EMPTY,
         key: str | None = None,
-        check: Callable[[], Any] | None = None,
+        check: Check | None = None,
         timeout: timedelta | None = None,
         poll: timedelta | PollPolicy | None = None,
         mode: str = "first",
@@ -81,7 +82,8 @@ class WaitSteps:
         """Park the run until a fact of this name was said to it, or with `key` was emitted under that key (I8).
 
         Shape: `check` is asked after the wait is registered, with no lock held, and again every `poll` (default a
-        minute); its first true answer settles the wait and is the payload. `mode`: the `first` or the `latest` fact,
+        minute); its first true answer settles the wait and is the payload. One that takes an argument is given a
+        psycopg Connection to our database, in autocommit, that may only read. `mode`: the `first` or the `latest` fact,
         or the next of a `queue`. `type`: what the payload is read as, like a step's return annotation. `on_created` is
         called with the address to say the fact at, once the wait is there; again after a crash in the middle of it.
         With `default` a time-out gives a Fact with that payload instead of the error.
