@@ -19,6 +19,7 @@ from tests.integration.cli_kit import cli_for, one_line
 from tests.support.clock import Clock
 from tests.support.engine import Engine, dying_at, take_over
 from tests.support.proxy import Proxy
+from tests.support.sealing import BOTH, CANARY, leaks
 from umt_durable.database import Connection, Database
 from umt_durable.engine.client import Client
 from umt_durable.engine.context import TaskContext
@@ -36,6 +37,7 @@ from umt_durable.errors import (
     UnknownRunError,
     UsedTokenError,
 )
+from umt_durable.payloads import Vault
 from umt_durable.settings import Settings
 from umt_durable.states import RunState
 
@@ -441,6 +443,44 @@ def test_a_retry_of_the_run_has_what_was_said_and_a_begun_step_that_was_not_has_
     outcome = engine.process().deliver(again, "t")
     assert isinstance(outcome, Finished)
     assert outcome.value == ["one", "two"]
+    engine.close()
+
+
+def test_with_sealed_payloads_the_first_still_counts_and_nothing_is_in_clear(
+    settings: Settings, clock: Clock, conn: Connection
+) -> None:
+    sealed = Database(settings, Vault(BOTH))
+    begun = Begun(sealed, settings)
+    run_id = begun.start()
+    fact = begun.client.complete(begun.tokens[0], CANARY)
+
+    assert begun.client.complete(begun.tokens[0], CANARY) == fact
+    with pytest.raises(UsedTokenError):
+        begun.client.complete(begun.tokens[0], "another")
+    assert begun.end(run_id, clock).value == CANARY
+    assert leaks(conn, settings.schema) == []
+    begun.engine.close()
+    sealed.close()
+
+
+def test_a_step_that_is_begun_in_a_branch_is_completed_by_its_own_token(database: Database, settings: Settings) -> None:
+    engine = Engine(database, settings)
+    tokens: dict[str, str] = {}
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> Any:
+        def ask(who: str) -> str:
+            found: str = ctx.step.begin("review", type=str, on_created=lambda token: tokens.update({who: token}))
+            return found
+
+        return ctx.step.parallel({who: (ask, who) for who in ("ann", "bob")})
+
+    run_id, _ = engine.run("t")
+    engine.client.complete(tokens["bob"], "no")
+    engine.client.complete(tokens["ann"], "yes")
+    outcome = engine.process().deliver(run_id, "t")
+    assert isinstance(outcome, Finished)
+    assert outcome.value == {"ann": "yes", "bob": "no"}
     engine.close()
 
 
