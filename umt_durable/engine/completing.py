@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 from uuid import UUID, uuid4
 
 from umt_durable import texts
+from umt_durable.bound import Caller
 from umt_durable.database import Connection
 from umt_durable.engine import failures
 from umt_durable.engine.answers import Answer
@@ -15,7 +16,7 @@ from umt_durable.engine.tokens import Begun, Tokens, read
 from umt_durable.errors import DefinitionError, ExpiredTokenError, StaleTokenError, UnknownRunError, UsedTokenError
 from umt_durable.failpoints import point
 from umt_durable.records import Completed
-from umt_durable.session import Caller, caller
+from umt_durable.session import caller
 from umt_durable.states import CompletionOutcome
 from umt_durable.store import facts
 
