@@ -193,6 +193,28 @@ def test_i1_a_run_whose_process_dies_at_a_point_ends_once(
     assert_no_finished_step_was_repeated(tasks, body_log, result.id)
 
 
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.parametrize("point", ["txstep.commit.b", "txstep.commit.a"])
+def test_i16_rows_of_djangos_models_are_written_once_though_the_process_dies_around_their_commit(
+    tasks: Tasks,
+    crash: Callable[[str], Crash],
+    broker: Broker,
+    body_log: BodyLog,
+    conn: Connection,
+    schema: str,
+    point: str,
+) -> None:
+    conn.execute(f'CREATE TABLE "{schema}".booking (id serial PRIMARY KEY, amount int NOT NULL)'.encode())
+    death = crash(point)
+    death.begin()
+    result = tasks.ordering.delay(8)
+    death.wait_and_replace()
+
+    assert result.get(timeout=90) == 8
+    assert conn.execute(f'SELECT amount FROM "{schema}".booking'.encode()).fetchall() == [(8,)]
+    assert body_log.counts(result.id) == {"book": 1 if point == "txstep.commit.a" else 2}
+
+
 def say(tasks: Tasks, run_id: str, death: Crash) -> None:
     """Say the fact once the run waits, or died on its way there; through a user's connection, so that a router acts."""
     until(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,12 @@ from umt_durable.settings import Settings
 from umt_durable.states import RunState
 
 Books = psycopg.Connection[tuple[Any, ...]]
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    """Return the settings with a lease that does not run out on a machine that is slow: these tests move the clock."""
+    return replace(settings, lease_seconds=30.0)
 
 
 @pytest.fixture

@@ -70,6 +70,15 @@ def book_elsewhere(tx: Any, step: str, value: int) -> int:
         return value
 
 
+def book_by_model(tx: Any, step: str, amount: int) -> int:
+    """Write one row with Django's ORM into the table `booking` of the runs' own database and schema."""
+    from tests.support.django_db import Booking  # imported late: it configures Django
+
+    with bodylog.body(step):
+        Booking.objects.using(tx.alias).create(amount=amount)
+        return amount
+
+
 def ship(info: OpInfo) -> int:
     """Have the provider apply an effect."""
     with bodylog.body(info.op_key):
@@ -107,6 +116,7 @@ class Tasks:
     ledger: Any
     booking: Any
     elsewhere: Any
+    ordering: Any
     shipping: Any
     sleeper: Any
     looper: Any
@@ -167,14 +177,6 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
     def ledger(ctx: TaskContext, value: int) -> int:
         return ctx.step.run("write", write_ledger, "write", value)
 
-    @durable.task(name="tests.booking", version=1)
-    def booking(ctx: TaskContext, value: int, gate: str = "") -> int:
-        return ctx.step.transaction("book", book, "book", value, gate)
-
-    @durable.task(name="tests.elsewhere", version=1)
-    def elsewhere(ctx: TaskContext, value: int) -> int:
-        return ctx.step.transaction("book", book_elsewhere, "book", value, on=Ledger(os.environ[ELSEWHERE]))
-
     @durable.task(name="tests.shipping", version=1)
     def shipping(ctx: TaskContext, op_key: str, policy: str = "idempotent_key") -> int:
         return ctx.step.effect(op_key, ship, commit=keep_label, policy=Policy(policy))
@@ -205,15 +207,33 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
         "one_step": one_step,
         "no_step": no_step,
         "ledger": ledger,
-        "booking": booking,
-        "elsewhere": elsewhere,
         "shipping": shipping,
         "sleeper": sleeper,
         "looper": looper,
         "waiter": waiter,
+        **_writing_tasks(durable),
         **_parallel_tasks(durable),
         **_failing_tasks(durable),
     }
+
+
+def _writing_tasks(durable: Durable) -> dict[str, Any]:
+    @durable.task(name="tests.booking", version=1)
+    def booking(ctx: TaskContext, value: int, gate: str = "") -> int:
+        return ctx.step.transaction("book", book, "book", value, gate)
+
+    @durable.task(name="tests.elsewhere", version=1)
+    def elsewhere(ctx: TaskContext, value: int) -> int:
+        return ctx.step.transaction("book", book_elsewhere, "book", value, on=Ledger(os.environ[ELSEWHERE]))
+
+    @durable.task(name="tests.ordering", version=1)
+    def ordering(ctx: TaskContext, value: int) -> int:
+        from tests.support.django_db import declare
+
+        shop = declare("shop", os.environ["DURABLE_DATABASE_URL"], os.environ["DURABLE_SCHEMA"], CONN_MAX_AGE=None)
+        return ctx.step.transaction("book", book_by_model, "book", value, on=shop)
+
+    return {"booking": booking, "elsewhere": elsewhere, "ordering": ordering}
 
 
 def _parallel_tasks(durable: Durable) -> dict[str, Any]:

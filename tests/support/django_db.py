@@ -28,9 +28,8 @@ class Booking(models.Model):
         db_table = "booking"
 
 
-@contextmanager
-def declared(alias: str, url: str, schema: str, **options: Any) -> Iterator[Any]:
-    """Declare a database under an alias, with its unqualified names in a schema; yield this thread's connection."""
+def declare(alias: str, url: str, schema: str, **options: Any) -> Any:
+    """Declare a database under an alias, with its unqualified names in a schema; return this thread's connection."""
     parts = conninfo_to_dict(url)
     entry = {
         "ENGINE": "django.db.backends.postgresql",
@@ -43,8 +42,14 @@ def declared(alias: str, url: str, schema: str, **options: Any) -> Iterator[Any]
         **options,
     }
     connections.settings[alias] = connections.configure_settings({"default": {}, alias: entry})[alias]
+    return connections[alias]
+
+
+@contextmanager
+def declared(alias: str, url: str, schema: str, **options: Any) -> Iterator[Any]:
+    """Declare a database, yield this thread's connection to it, and forget it again."""
     try:
-        yield connections[alias]
+        yield declare(alias, url, schema, **options)
     finally:
         connections[alias].close()
         connections[alias].close_pool()
