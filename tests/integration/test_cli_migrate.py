@@ -68,7 +68,9 @@ def shape(url: str, name: str) -> dict[str, list[tuple[object, ...]]]:
                 tuple(str(cell).replace(quoted + ".", "S.").replace(f"{name}.", "S.") for cell in row) for row in rows
             ]
             found[kind] = sorted(texts, key=repr)
-        seed = sql.SQL("SELECT name, value::text FROM {}.setting ORDER BY 1").format(sql.Identifier(name))
+        # Each schema has a secret of its own.
+        shown = "CASE WHEN name = 'signing_key' THEN length(value::text)::text ELSE value::text END"
+        seed = sql.SQL("SELECT name, " + shown + " FROM {}.setting ORDER BY 1").format(sql.Identifier(name))
         found["settings"] = conn.execute(seed).fetchall()
         version = sql.SQL("SELECT version_num FROM {}.umt_version").format(sql.Identifier(name))
         found["revision"] = conn.execute(version).fetchall()
