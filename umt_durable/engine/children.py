@@ -74,8 +74,8 @@ def gather(the_pass: Pass, recorder: Recorder, name: str, calls: Sequence[Any]) 
     failed = [child for child in children if not has_result(child)]
     if failed:
         more = f"; and {len(failed) - MOST_NAMED} more" if len(failed) > MOST_NAMED else ""
-        told = "; ".join(told(child) for child in failed[:MOST_NAMED]) + more
-        error = ChildrenFailedError(f"step {name!r}: {len(failed)} of {len(children)} children failed: {told}")
+        named = "; ".join(told(child) for child in failed[:MOST_NAMED]) + more
+        error = ChildrenFailedError(f"step {name!r}: {len(failed)} of {len(children)} children failed: {named}")
         recorder.record_failure(entry, name, error)
     values = [codec.decode(child.result or b"null", codec.EMPTY, child.codec) for child in children]
     return _typed(the_pass, calls, recorder.record(entry, name, values))
