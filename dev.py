@@ -24,7 +24,7 @@ PROJECT = Path(__file__).resolve().parent
 OLDEST = (3, 11)
 EXTRAS = ("embedded", "encryption", "flower", "otel", "sentry")
 TESTED = (*EXTRAS, "test")
-SOURCES = ("umt_durable", "tests", "dev.py", "tools", "migrations", "examples", "celeryconfig.py")
+SOURCES = ("umt_durable", "tests", "dev.py", "tools", "migrations", "examples", "benchmarks", "celeryconfig.py")
 
 MATRIX = (
     "tests/celery/test_canvas_matrix.py",
