@@ -56,6 +56,7 @@ def test_warm_shutdown_ends_after_the_step_and_another_worker_goes_on_from_there
 def test_a_run_goes_on_at_once_where_another_worker_is_up(
     tasks: Tasks, start_worker: Callable[..., Worker], gates: Gates, body_log: BodyLog
 ) -> None:
+    """G3: nothing waits for the end of a lease."""
     leaver = start_worker(concurrency=1, name="leaver")
     gates.close("inside")
     result = tasks.ten_steps.delay(gate_step=3, gate="inside")

@@ -151,6 +151,7 @@ def test_a_fact_is_never_given_to_a_run_that_is_over(conn: Connection, router: R
 def test_a_fact_under_a_key_wakes_every_run_that_waits_for_it_and_none_that_came_later(
     conn: Connection, router: Router
 ) -> None:
+    """G1: one fact, several waiters of its name."""
     first, second = kit.waiting(conn, "paid", key="42")[1], kit.waiting(conn, "paid", key="42")[1]
     elsewhere = kit.waiting(conn, "paid", key="43")[1]
     kit.emit(conn, "paid", "42")

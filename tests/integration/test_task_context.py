@@ -16,7 +16,7 @@ from umt_durable.database import Database
 from umt_durable.engine.context import TaskContext
 from umt_durable.engine.outcomes import Dropped, Finished
 from umt_durable.settings import Settings
-from umt_durable.states import RunState
+from umt_durable.states import AttemptOutcome, RunState, StepState
 
 
 @pytest.fixture
@@ -47,6 +47,7 @@ def test_d1_d3_the_input_is_validated_and_each_execution_has_a_larger_token(engi
 
 @pytest.mark.parametrize("how", ["raise_if_set", "throw_if_canceled", "wait"])
 def test_d4_d6_d10_a_step_that_looks_at_the_request_stops_in_the_middle(engine: Engine, how: str) -> None:
+    """E9: as the copy of a large file does between two chunks."""
     gate = Gate()
     reached: list[Any] = []
 
@@ -91,6 +92,53 @@ def test_d4_a_body_is_told_why_it_should_stop(engine: Engine) -> None:
     assert isinstance(outcome, Dropped)
     assert engine.state(run_id) is RunState.READY
     assert seen == ["shutdown"]
+
+
+def test_g2_a_body_sees_its_lease_and_is_told_when_it_is_lost(engine: Engine, settings: Settings) -> None:
+    seen: list[tuple[bool, bool, str | None]] = []
+    process = engine.process()
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> None:
+        seen.append((ctx.lease.is_lost, 0 < ctx.lease.remaining <= settings.lease_seconds, ctx.abort.reason))
+        process.lease.lose()
+        seen.append((ctx.lease.is_lost, ctx.lease.remaining > 0, ctx.abort.reason))
+        ctx.throw_if_canceled()
+
+    outcome = process.deliver(engine.start("t"), "t")
+
+    assert isinstance(outcome, Dropped)
+    assert seen == [(False, True, None), (True, False, "lease_lost")]
+
+
+def test_g6_what_a_cancelled_attempt_still_does_is_in_the_history(engine: Engine) -> None:
+    """A step that ends after the cancel is recorded, and an error the body ends with is shown with its attempt."""
+    gate = Gate()
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> None:
+        def copy() -> str:
+            gate.pass_through()
+            return "copied all the same"
+
+        try:
+            ctx.step.run("copy", copy)
+            ctx.throw_if_canceled()
+        except BaseException as exit:
+            raise LookupError("the target is gone") from exit
+
+    run_id, process = engine.start("t"), engine.process()
+    with in_thread(lambda: process.deliver(run_id, "t")) as outcome:
+        gate.wait_reached()
+        engine.client.cancel(run_id)
+        gate.open()
+
+    assert isinstance(outcome[0], Finished)
+    history = engine.client.history(run_id)
+    assert history.run.state is RunState.CANCELLED
+    assert [(step.key, step.state) for step in history.steps] == [("copy", StepState.DONE)]
+    assert [attempt.outcome for attempt in history.attempts] == [AttemptOutcome.CANCELLED]
+    assert history.attempts[0].error == "LookupError: the target is gone"
 
 
 def test_d5_the_logger_masks_secrets_names_the_run_and_is_silent_on_replay(

@@ -54,6 +54,7 @@ def test_s01_i1_i21_a_killed_workers_run_continues_on_another_worker(
     gates: Gates,
     pool: Pool,
 ) -> None:
+    """E3: as soon as its lease has run out."""
     gates.close("six")
     worker = start_worker(pool=pool, concurrency=1)
     result = tasks.ten_steps.delay(gate_step=6, gate="six")

@@ -39,8 +39,12 @@ logger = get_logger(__name__)
 
 _current: ContextVar[Enqueuing | None] = ContextVar("umt_durable.enqueuing", default=None)
 
-OURS = ("conn", "idempotency_key", "idempotency_ttl", "idempotency_policy", "ref", "attributes")
+OURS = ("conn", "idempotency_key", "idempotency_ttl", "idempotency_policy", "ref", "attributes", "version")
 POLICIES = ("attach", "reject")
+LARGE_INPUT_BYTES = 64 * 1024
+"""The encoded size of arguments from which on a log line asks for ids instead, once per task and process."""
+
+_told: set[str] = set()
 
 
 @dataclass(slots=True)
@@ -53,6 +57,7 @@ class Enqueuing:
     idempotency_policy: str | None = None
     ref: str | None = None
     attributes: Mapping[str, Any] | None = None
+    version: int | None = None
     countdown: float | None = None
     eta: datetime | None = None
     expires_in: float | None = None
@@ -65,8 +70,8 @@ class Enqueuing:
 def enqueuing(options: dict[str, Any]) -> Iterator[Enqueuing]:
     """Take our own options out of a call's options, for the publishing inside.
 
-    Errors: DefinitionError for attributes that are no JSON object, an empty key, a lifetime that is none, or a policy
-    or lifetime without a key.
+    Errors: DefinitionError for attributes that are no JSON object, an empty key, a lifetime that is none, a policy
+    or lifetime without a key, or a version that is no whole number.
     """
     ours = {name: options.pop(name, None) for name in OURS}
     key = ours["idempotency_key"]
@@ -74,6 +79,9 @@ def enqueuing(options: dict[str, Any]) -> Iterator[Enqueuing]:
         raise DefinitionError(f"idempotency_key must be text that is not empty, not {key!r}")
     ours["idempotency_ttl"] = _lifetime(key, ours["idempotency_ttl"])
     _check_policy(key, ours["idempotency_policy"])
+    version = ours["version"]
+    if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+        raise DefinitionError(f"a version is a whole number, not {version!r}")
     before = _current.get()
     mine = Enqueuing(**ours, captured=None if before is None else before.captured)
     token = _current.set(mine)
@@ -226,12 +234,13 @@ def _announce(app: Any, producer: Any, new: NewRun, event: Mapping[str, Any]) ->
 
 
 def new_run(durable: Durable, message: TaskMessage, mine: Enqueuing) -> NewRun:
-    """Make the run of a call, its arguments validated against the highest version of its task.
+    """Make the run of a call, its arguments validated against the version it asks for, by default the highest.
 
-    Errors: InputError, EncodingError.
+    Errors: InputError, EncodingError, UnknownTaskError.
     """
-    definition = durable.tasks.get(message.task)
+    definition = durable.tasks.get(message.task, mine.version)
     encoded = definition.encode_call(message.args, message.kwargs)
+    _tell_large(definition.name, len(encoded.data))
     envelope = message.envelope
     if mine.eta is not None or mine.countdown is not None:
         due = mine.eta or durable.app.now() + timedelta(seconds=mine.countdown or 0)
@@ -258,6 +267,14 @@ def new_run(durable: Durable, message: TaskMessage, mine: Enqueuing) -> NewRun:
         key_ttl_seconds=mine.idempotency_ttl,
         attach=mine.idempotency_policy != "reject",
     )
+
+
+def _tell_large(task: str, size: int) -> None:
+    if size > LARGE_INPUT_BYTES and task not in _told:
+        _told.add(task)
+        logger.warning(
+            "%s is started with %d KiB of arguments: give ids, and have a step read the rows", task, size // 1024
+        )
 
 
 def foreign_run(message: TaskMessage, encoded: Any) -> NewRun:

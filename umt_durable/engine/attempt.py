@@ -84,6 +84,26 @@ class Abort:
             raise exit_for(self.reason or "shutdown")
 
 
+class HeldLease:
+    """The lease under which this process executes the attempt, as its body sees it.
+
+    Once it is lost, `ctx.abort` is set with the reason `lease_lost`, and another process may go on with the run.
+    """
+
+    def __init__(self, lease: Lease, signal: Abort) -> None:
+        self._lease, self._signal = lease, signal
+
+    @property
+    def remaining(self) -> float:
+        """For how many seconds it may be relied on if nothing renews it; zero when it is lost."""
+        return 0.0 if self.is_lost else self._lease.remaining()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this attempt has lost it for good."""
+        return self._signal.reason == "lease_lost" or not self._lease.alive()
+
+
 def exit_for(reason: str) -> Canceled | Released | Abandoned:
     """Return how a body ends that was asked to stop."""
     match reason:
@@ -131,6 +151,7 @@ class Attempt:
         self.token = grant.token
         self._is_leaving = is_leaving
         self.signal = Abort()
+        self.held = HeldLease(lease, self.signal)
         self.is_paused = False
         self._database = database
         self._lease = lease

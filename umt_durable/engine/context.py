@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from umt_durable.engine import loops
-from umt_durable.engine.attempt import Abort
+from umt_durable.engine.attempt import Abort, HeldLease
 from umt_durable.engine.changing import continue_as_new, patched
 from umt_durable.engine.ids import NAMESPACE, op_idempotency_key
 from umt_durable.engine.replay import StepKey
@@ -133,6 +133,11 @@ class RunContext:
     def abort(self) -> Abort:
         """Set when the body should stop: `abort.reason` is `cancel`, `lease_lost` or `shutdown`."""
         return self._pass.attempt.signal
+
+    @property
+    def lease(self) -> HeldLease:
+        """The lease of this process: `lease.remaining` seconds, and whether it `is_lost`."""
+        return self._pass.attempt.held
 
     def throw_if_canceled(self) -> None:
         """Leave the body if a cancel was asked for or the lease was lost."""

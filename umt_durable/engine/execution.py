@@ -193,6 +193,8 @@ class Execution:
 
     def _settle(self, the_pass: Pass, error: Exception | None, value: Any = None) -> Outcome:
         """Decide what the end of a body means, whatever it swallowed on its way."""
+        if isinstance(the_pass.exit, Canceled) and error is not None:
+            return self._finish(RunState.CANCELLED, said=failures.capture(error).summary)
         if the_pass.exit is not None:
             return self._left(the_pass, the_pass.exit)
         if isinstance(the_pass.fatal, UncertainOpError):
