@@ -119,6 +119,7 @@ def test_g6_what_a_cancelled_attempt_still_does_is_in_the_history(engine: Engine
     def body(ctx: TaskContext) -> None:
         def copy() -> str:
             gate.pass_through()
+            until(ctx.abort.is_set, what="the request to stop")
             return "copied all the same"
 
         try:
