@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +13,10 @@ from typing import Any
 import pytest
 
 from tools.celery_suite import __main__ as command
-from tools.celery_suite import outcomes, servers
+from tools.celery_suite import outcomes, parting, servers
 from tools.celery_suite.outcomes import Outcome, Verdict
 from tools.celery_suite.recording import Recorder, verdict
+from tools.celery_suite.running import ROOT
 
 
 def run(**verdicts: Verdict) -> dict[str, Outcome]:
@@ -191,3 +195,28 @@ def test_a_named_broker_is_used_for_its_kind_only() -> None:
     assert servers.given_broker({"TEST_BROKER": "pyamqp://host//"}) == ("rabbitmq", "pyamqp://host//")
     with pytest.raises(servers.NoBrokerError, match="sqs is not tested"):
         servers.given_broker({"TEST_BROKER": "sqs://"})
+
+
+def test_each_test_is_in_one_of_the_parts(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text("\n".join(f"def test_{name}(): pass" for name in "abcde"))
+
+    found = []
+    for part in ("0/2", "1/2"):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), parting.VARIABLE: part}
+        command = [sys.executable, "-m", "pytest", "-p", "tools.celery_suite.parting", "--collect-only", "-q", tmp_path]
+        told = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        found.append([line.rpartition("_")[2] for line in told.splitlines() if "::" in line])
+
+    assert found == [["a", "c", "e"], ["b", "d"]]
+
+
+def test_a_run_has_at_least_one_part(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.arguments(["--parts", "0"])
+    assert "--parts: at least one, not 0" in capsys.readouterr().err
+
+
+def test_outcomes_that_were_saved_are_loaded(tmp_path: Path) -> None:
+    found = run(a=PASSED, b=FAILED)
+    outcomes.save(tmp_path / "all.jsonl", found)
+    assert outcomes.load(tmp_path / "all.jsonl") == found

@@ -40,7 +40,10 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plain-from", type=Path, metavar="FILE", help="outcomes of an earlier plain run (.jsonl)")
     parser.add_argument("--durable-from", type=Path, metavar="FILE", help="the same of an earlier durable run")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="where results go (default: a new folder)")
+    parser.add_argument("--parts", type=int, default=1, metavar="N", help="run N parts at once (default: 1)")
     chosen = parser.parse_args(argv)
+    if chosen.parts < 1:
+        parser.error(f"--parts: at least one, not {chosen.parts}")
     for file in (chosen.plain_from, chosen.durable_from):
         if file is not None and (chosen.broker == "both" or not file.is_file()):
             parser.error(f"{file}: an earlier run is a file of outcomes, and needs its broker in --broker")
@@ -89,7 +92,9 @@ def main(argv: Sequence[str]) -> int:
         folder = results / f"celery-{version}"
         if not folder.exists():
             source.unpack(source.fetch(Path(sys.prefix) / ".dev", version), folder)
-        differences = [run_broker(Suite(folder, results, broker, say), chosen, known) for broker in brokers]
+        differences = [
+            run_broker(Suite(folder, results, broker, say, chosen.parts), chosen, known) for broker in brokers
+        ]
     except (KnownFileError, NoBrokerError, RunError, source.SourceError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What became of each test of a run, how two runs differ, and which differences are known. Only files are read here."""
+"""What became of each test of a run, how two runs differ, and which differences are known. It only knows files."""
 
 from __future__ import annotations
 
@@ -61,6 +61,11 @@ def load(file: Path) -> dict[str, Outcome]:
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     lines = text[: text.rfind("\n") + 1].splitlines()
     return {outcome.test: outcome for outcome in map(Outcome.parse, lines)}
+
+
+def save(file: Path, outcomes: Outcomes) -> None:
+    """Write outcomes so that `load` reads them."""
+    file.write_text("".join(f"{outcome.dump()}\n" for outcome in outcomes.values()), encoding="utf-8")
 
 
 def passed(outcomes: Outcomes) -> set[str]:

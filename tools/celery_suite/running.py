@@ -6,17 +6,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal
 
 import psycopg
 
 from tests.support import guard
 from tests.support.postgres import PrivatePostgres, drop_schema, make_schema
-from tools.celery_suite import outcomes, recording
+from tools.celery_suite import outcomes, parting, recording
 from tools.celery_suite.outcomes import Outcome, Verdict
 from tools.celery_suite.servers import servers
 
@@ -29,7 +31,13 @@ REPEATS: Final = 3
 NO_RERUNS: Final = ("-p", "no:rerunfailures")
 """A test that is repeated alone has no further tries by its own flaky mark."""
 _SHOWN_SECONDS: Final = 60.0
-_PLUGINS: Final = ("no:celery", "no:valkey", "celery.contrib.pytest", "tools.celery_suite.recording")
+_PLUGINS: Final = (
+    "no:celery",
+    "no:valkey",
+    "celery.contrib.pytest",
+    "tools.celery_suite.recording",
+    "tools.celery_suite.parting",
+)
 _NOTHING_SELECTED: Final = 5
 
 
@@ -45,6 +53,8 @@ class Suite:
     results: Path
     broker: str
     say: Callable[[str], None]
+    parts: int = 1
+    """In how many parts a run is divided, which run at the same time, each against servers of its own."""
 
     def run(self, mode: Mode, selection: Sequence[str]) -> dict[str, Outcome]:
         """Run the selected tests, given as arguments of pytest, and return their outcomes.
@@ -52,8 +62,17 @@ class Suite:
         Errors: RunError; NoBrokerError.
         """
         name = f"{self.broker}-{mode}"
-        self.say(f"{name}: running; log in {self.results / name}.log")
-        found = self._pytest(name, mode, selection, self._show_progress(name))
+        names = [name] if self.parts == 1 else [f"{name}-{number}" for number in range(1, self.parts + 1)]
+        self.say(f"{name}: running; log in {', '.join(f'{self.results / one}.log' for one in names)}")
+
+        def run_part(number: int) -> dict[str, Outcome]:
+            show, part = self._show_progress(names[number]), {parting.VARIABLE: f"{number}/{self.parts}"}
+            return self._pytest(names[number], mode, selection, show, part)
+
+        with ThreadPoolExecutor(self.parts) as pool:
+            parts = list(pool.map(run_part, range(self.parts)))
+        found = {test: outcome for part in parts for test, outcome in part.items()}
+        outcomes.save(self.results / f"{name}.jsonl", found)
         counts = {verdict: sum(one.verdict is verdict for one in found.values()) for verdict in Verdict}
         told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         self.say(f"{name}: {told or 'no tests'}; outcomes in {self.results / name}.jsonl")
@@ -75,7 +94,12 @@ class Suite:
         return result
 
     def _pytest(
-        self, name: str, mode: Mode, selection: Sequence[str], show: Callable[[dict[str, Outcome]], None]
+        self,
+        name: str,
+        mode: Mode,
+        selection: Sequence[str],
+        show: Callable[[dict[str, Outcome]], None],
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Outcome]:
         file, log = self.results / f"{name}.jsonl", self.results / f"{name}.log"
         with ExitStack() as stack:
@@ -87,7 +111,9 @@ class Suite:
             options = [word for plugin in plugins for word in ("-p", plugin)]
             chosen = ["-q", "-rfE", "--timeout", str(TIMEOUT_SECONDS), "-o", "cache_dir=.pytest_cache"]
             command = [sys.executable, "-m", "pytest", *options, *chosen, *selection]
-            process = guard.spawn(command, log, self._environment(file, {**where, **journal}), cwd=self.source)
+            process = guard.spawn(
+                command, log, self._environment(file, {**where, **journal, **environment}), cwd=self.source
+            )
             try:
                 _wait(process, lambda: show(outcomes.load(file)))
             finally:
