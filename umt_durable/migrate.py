@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from contextlib import redirect_stdout
 from functools import cache
 from importlib import resources
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from alembic.config import Config
 
 VERSION_TABLE = "umt_version"
+
+# Alembic works on globals of its module, and offline SQL goes through `sys.stdout`: one thread at a time.
+_ALEMBIC = threading.Lock()
 
 
 def ddl(text: str, schema: str) -> str:
@@ -56,7 +60,8 @@ def migrate_engine_schema(url: str, schema: str = "umt_durable") -> str:
     if current is not None and current > head():
         raise SchemaError(_mismatch(schema, current))
     try:
-        command.upgrade(_config(url, schema), "head")
+        with _ALEMBIC:
+            command.upgrade(_config(url, schema), "head")
     except exc.OperationalError as error:
         raise DatabaseUnavailableError(f"the migration stopped: {redact_text(str(error.orig))}") from error
     except exc.ProgrammingError as error:
@@ -72,7 +77,7 @@ def migration_sql(schema: str = "umt_durable") -> str:
     from alembic import command
 
     out = io.StringIO()
-    with redirect_stdout(out):
+    with _ALEMBIC, redirect_stdout(out):
         command.upgrade(_config("postgresql://", schema, out), "head", sql=True)
     return out.getvalue()
 

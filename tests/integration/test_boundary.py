@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
 
@@ -89,6 +90,18 @@ def test_a5_a_registry_says_what_it_has_and_migrating_connects_and_leaves_again(
     assert registry.has("shop.fulfil", 2)
     assert not registry.has("shop.fulfil", 1)
     until(lambda: conn.execute(others).fetchone() == before, what="the migrator's connection to be closed")
+
+
+def test_threads_of_one_process_migrate_and_print_at_the_same_time(database_url: str, empty_schema: str) -> None:
+    """Alembic keeps what it works on in globals of its module."""
+    with ThreadPoolExecutor(4) as pool:
+        printed = [pool.submit(migration_sql, name) for name in ("a", "b")]
+        made = [pool.submit(migrate_engine_schema, database_url, empty_schema) for _ in range(2)]
+
+    assert [one.result() for one in made] == [head(), head()]
+    assert ['CREATE TABLE "a".run ' in printed[0].result(), 'CREATE TABLE "b".run ' in printed[1].result()] == [
+        True
+    ] * 2
 
 
 def test_b4_a_users_page_joins_its_own_rows_with_runs_by_their_reference(

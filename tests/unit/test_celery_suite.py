@@ -203,8 +203,19 @@ def test_each_test_is_in_one_of_the_parts(tmp_path: Path) -> None:
     found = []
     for part in ("0/2", "1/2"):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), parting.VARIABLE: part}
-        command = [sys.executable, "-m", "pytest", "-p", "tools.celery_suite.parting", "--collect-only", "-q", tmp_path]
-        told = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        pytest_command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tools.celery_suite.parting",
+            "--collect-only",
+            "-q",
+            ".",
+        ]
+        told = subprocess.run(
+            pytest_command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
         found.append([line.rpartition("_")[2] for line in told.splitlines() if "::" in line])
 
     assert found == [["a", "c", "e"], ["b", "d"]]
