@@ -11,7 +11,7 @@ from psycopg import sql
 from umt_durable import texts
 from umt_durable.errors import ConfigurationError, DatabaseUnavailableError, DefinitionError, SchemaError
 from umt_durable.redaction import redact_text
-from umt_durable.session import Binding
+from umt_durable.session import Binding, check_binding
 from umt_durable.settings import Settings, libpq_url
 
 SCHEMA: Final = "umt_durable_ledger"
@@ -60,6 +60,7 @@ class Ledger:
     def __post_init__(self) -> None:
         if self.binding is None or isinstance(self.binding, Ledger):
             raise DefinitionError("a ledger is over a binding of its own: an Engine, a URL, a Django connection …")
+        check_binding(self.binding)
         if isinstance(self.binding, str) and "://" not in self.binding:
             raise DefinitionError(f"the binding of a ledger is given itself, not by a name such as {self.binding!r}")
         if self.name is None:

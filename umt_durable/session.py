@@ -239,10 +239,29 @@ def transaction(binding: Binding, schema: str, vault: Vault = PLAIN) -> Iterator
             with conn.transaction():
                 yield _of_psycopg(conn, schema, vault)
     else:
-        raise DefinitionError(
-            f"{type(binding).__name__} is no binding: give an Engine, a sessionmaker, a URL, a callable or a Django"
-            " connection"
-        )
+        raise _no_binding(binding)
+
+
+def check_binding(binding: Binding) -> None:
+    """Refuse what leads to no database.
+
+    Errors: DefinitionError.
+    """
+    if not (
+        isinstance(binding, str | psycopg.Connection)
+        or callable(binding)
+        or _sqlalchemy_kind(binding) == "session"
+        or _is_sqlalchemy_source(binding)
+        or django_session.is_django(binding)
+    ):
+        raise _no_binding(binding)
+
+
+def _no_binding(binding: object) -> DefinitionError:
+    return DefinitionError(
+        f"{type(binding).__name__} is no binding: give an Engine, a sessionmaker, a URL, a callable or a Django"
+        " connection"
+    )
 
 
 def leave_thread() -> None:

@@ -6,7 +6,7 @@ No pickle, and nothing imported by a name that was stored.
 from umt_durable.codec.arguments import decode_arguments, encode_arguments, fingerprint
 from umt_durable.codec.refusal import MAX_BYTES, MAX_DEPTH, MAX_DIGITS
 from umt_durable.codec.schema import InputSchema, return_annotation
-from umt_durable.codec.value import EMPTY, Codec, Encoded, decode, encode, round_trip
+from umt_durable.codec.value import EMPTY, Codec, Encoded, check_annotation, decode, encode, round_trip
 
 __all__ = [
     "EMPTY",
@@ -16,6 +16,7 @@ __all__ = [
     "Codec",
     "Encoded",
     "InputSchema",
+    "check_annotation",
     "decode",
     "decode_arguments",
     "encode",

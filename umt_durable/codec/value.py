@@ -106,6 +106,16 @@ def check_codec(codec: int) -> None:
         raise DecodingError(f"the stored value has codec {codec}, which is not known here")
 
 
+def check_annotation(annotation: object, *, where: str) -> None:
+    """Refuse an annotation that no value can be read as.
+
+    Errors: DefinitionError.
+    """
+    reason = None if annotation in _UNTYPED else typed.adapter_of(annotation)
+    if isinstance(reason, str):
+        raise DefinitionError(f"{where}: no payload can be read as {annotation!r:.100}: {reason}")
+
+
 def adapter_or_none(annotation: object) -> TypeAdapter[Any] | None:
     """Give the pydantic adapter for an annotation, None when there is nothing to go by.
 

@@ -11,11 +11,12 @@ from uuid import UUID
 from umt_durable import codec
 from umt_durable.engine.answers import Answer
 from umt_durable.engine.failures import mark_recorded
+from umt_durable.engine.functions import check_function
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.tokens import Begun, sign
 from umt_durable.engine.waitables import FactWait, check_limit
 from umt_durable.engine.waiting import Row, Waiting
-from umt_durable.errors import DecodingError, DefinitionError, FactPayloadError, StepTimeoutError
+from umt_durable.errors import DecodingError, FactPayloadError, StepTimeoutError
 from umt_durable.states import WaitState
 
 MODE = "begin"
@@ -31,10 +32,7 @@ class Beginning:
     timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
-        if not callable(self.on_created):
-            raise DefinitionError(
-                f"step {self.name!r}: on_created must be a function that takes the token, not {self.on_created!r}"
-            )
+        check_function(f"step {self.name!r}", "on_created", self.on_created, plain=True)
         check_limit(self.name, "timeout", self.timeout)
 
 

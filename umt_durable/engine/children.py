@@ -7,7 +7,7 @@ step is live, so parent and child are never locked in one transaction.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 from uuid import uuid5
@@ -58,6 +58,8 @@ def call(
 
 def gather(the_pass: Pass, recorder: Recorder, name: str, calls: Sequence[Any]) -> list[Any]:
     """Return the results of child runs in the order of their calls."""
+    if isinstance(calls, str) or not isinstance(calls, Iterable):
+        raise DefinitionError(f"step {name!r}: give a list of signatures of durable tasks, not {calls!r:.100}")
     tasks, calls = the_pass.reporter.durable_tasks, list(calls)
     identity = [[tasks.name(one, name), list(one.args or ()), dict(one.kwargs or {})] for one in calls]
     entry, recorded = recorder.identify(name, StepKind.CALL, (identity,), {})

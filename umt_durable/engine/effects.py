@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from umt_durable.engine.context import AttemptToken, current_context
+from umt_durable.engine.functions import check_function
 from umt_durable.errors import DefinitionError, NotAppliedError
 from umt_durable.ledger import Ledger
 from umt_durable.session import Binding
@@ -78,7 +79,7 @@ class Effect:
     commit: Callable[[Any, Any], object] | None
     policy: Policy | None
     request: Any
-    not_applied: tuple[type[Exception], ...]
+    not_applied: Collection[type[Exception]]
     binding: Binding
 
     def __post_init__(self) -> None:
@@ -87,10 +88,8 @@ class Effect:
             raise DefinitionError(f"{self.op_key!r} is no op key: it is text that is not empty")
         for label in ("do", "reconcile", "commit"):
             function = getattr(self, label)
-            if inspect.iscoroutinefunction(function):
-                raise DefinitionError(f"{name}: {label} is a coroutine function; give a plain one")
-            if function is not None and not callable(function):
-                raise DefinitionError(f"{name}: {label} must be a function, not {function!r}")
+            if function is not None:
+                check_function(name, label, function, plain=True)
         if self.do is None:
             raise DefinitionError(f"{name}: do is missing")
         for label, count in (("do", 1), ("reconcile", 1), ("commit", 2)):
@@ -104,6 +103,8 @@ class Effect:
             )
         if self.policy is Policy.PARK and self.reconcile is not None:
             raise DefinitionError(f"{name}: Policy.PARK asks a person, so reconcile= would never be called")
+        if not isinstance(self.not_applied, list | tuple | set | frozenset):
+            raise DefinitionError(f"{name}: not_applied holds exception classes, not {self.not_applied!r}")
         for cls in self.not_applied:
             if not isinstance(cls, type) or not issubclass(cls, Exception):
                 raise DefinitionError(f"{name}: not_applied holds exception classes, not {cls!r}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 from uuid import UUID
 
+from umt_durable.engine.functions import check_function
 from umt_durable.engine.parallel import ItemFailure, Parallel, Piece, run_parallel
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.recording import Recorder, StepOptions
@@ -156,6 +157,9 @@ class ParallelSteps:
         Errors: those of the items, ChildrenFailedError of items on workers; DefinitionError for two items of one key,
         and for what is no durable task, before anything is written.
         """
+        check_function(f"step.map {name!r}", "key", key)
+        if not isinstance(items, Iterable):
+            raise DefinitionError(f"step.map {name!r}: items are to be gone through, which {items!r:.100} cannot be")
         if workers is True:
             pairs = [(key(item), item) for item in items]
             spreading = Spread(name=name, task=fn, items=pairs, concurrency=concurrency, on_error=on_error)

@@ -107,11 +107,11 @@ def former_names(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
     Errors: DefinitionError for what is no name.
     """
-    names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
+    names = () if given is None else (given,) if isinstance(given, str) or not isinstance(given, Sequence) else given
     for name in names:
         if not isinstance(name, str) or not name:
             raise DefinitionError(f"renamed_from= takes the name that a step had before, or several, not {given!r}")
-    return names
+    return tuple(names)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,7 @@ from umt_durable.engine.effecting import run_effect
 from umt_durable.engine.effects import MISSING as MISSING_REQUEST
 from umt_durable.engine.effects import Effect, OpInfo, Policy, Reconciled
 from umt_durable.engine.elsewhere import Elsewhere, LedgerStep
+from umt_durable.engine.functions import check_function
 from umt_durable.engine.parallelsteps import ParallelSteps
 from umt_durable.engine.passing import LONGEST, Pass
 from umt_durable.engine.recording import Body, Recorder, StepOptions, run_coroutine
@@ -27,7 +28,7 @@ from umt_durable.engine.waitsteps import WaitSteps
 from umt_durable.errors import DefinitionError
 from umt_durable.ledger import Ledger
 from umt_durable.records import StepEntry
-from umt_durable.session import Binding
+from umt_durable.session import Binding, check_binding
 from umt_durable.states import StepKind, StepState
 from umt_durable.store.journal import Entry
 
@@ -76,9 +77,11 @@ class Steps(WaitSteps, ParallelSteps):
 
         The result is what would be read back: typed by the function's return annotation, also on the first pass. A
         coroutine function runs on the event loop of the process.
-        Errors: whatever the function raises when its retries are used up, recorded too; EncodingError, without a retry,
-        for a result that cannot be stored; NonDeterminismError when the journal holds something else here.
+        Errors: DefinitionError for what is no function; whatever the function raises when its retries are used up,
+        recorded too; EncodingError, without a retry, for a result that cannot be stored; NonDeterminismError when the
+        journal holds something else here.
         """
+        check_function(f"step {name!r}", "fn", fn)
         annotation = codec.return_annotation(fn)
         entry, recorded = self._recorder.identify(name, StepKind.RUN, args, kwargs)
         if recorded is not None and recorded.state is not StepState.STARTED:
@@ -97,6 +100,7 @@ class Steps(WaitSteps, ParallelSteps):
         Errors: as `run`; SchemaError for a database without our schema, or without its ledger; FencingError from the
         database ends the attempt quietly.
         """
+        check_function(f"step {name!r}", "fn", fn, plain=True)
         annotation = codec.return_annotation(fn)
         entry, recorded = self._recorder.identify(name, StepKind.TRANSACTION, args, kwargs)
         if recorded is not None and recorded.state is not StepState.STARTED:
@@ -137,7 +141,7 @@ class Steps(WaitSteps, ParallelSteps):
             commit=commit,
             policy=policy,
             request=request,
-            not_applied=tuple(not_applied),
+            not_applied=not_applied,
             binding=self._binding(on),
         )
         self._options.refuse_renaming(f"effect {op_key!r}", "its key is what all runs and the provider know it by")
@@ -259,5 +263,7 @@ class Steps(WaitSteps, ParallelSteps):
             name = on or "default"
             if name not in bindings:
                 raise DefinitionError(f"no binding named {name!r} is configured (known: {', '.join(sorted(bindings))})")
-            return bindings[name]
+            on = bindings[name]
+        if not isinstance(on, Ledger):
+            check_binding(on)
         return on

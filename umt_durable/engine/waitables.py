@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeAlias
 
 import psycopg
 
-from umt_durable import codec
+from umt_durable import codec, texts
 from umt_durable.engine.passing import LONGEST
 from umt_durable.errors import DefinitionError
 from umt_durable.store import waits
@@ -101,6 +101,7 @@ class FactWait:
         check_name(self.name)
         if self.key is not None:
             check_key(self.name, self.key)
+        codec.check_annotation(self.type, where=f"wait {self.name!r}: type")
         if self.mode not in MODES:
             raise DefinitionError(f"wait {self.name!r}: mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if self.check is not None and (not callable(self.check) or inspect.iscoroutinefunction(self.check)):
@@ -169,7 +170,7 @@ def read_waitables(verb: str, given: object) -> dict[str | int, FactWait | Timer
 def _label(verb: str, label: object) -> str | int:
     if isinstance(label, int) and not isinstance(label, bool):
         return label
-    if not isinstance(label, str) or not label or len(label) > 200:
+    if not isinstance(label, str) or not label or len(label) > 200 or not texts.is_storable(label):
         raise DefinitionError(f"step.{verb}: the label of a wait is text of 1 to 200 characters, not {label!r}")
     return label
 
@@ -209,8 +210,9 @@ def check_name(name: str) -> None:
 
     Errors: DefinitionError.
     """
-    if not isinstance(name, str) or not name or len(name) > 255 or "\0" in name:
-        raise DefinitionError(f"{name!r} is no name for a fact: 1 to 255 characters")
+    if name is None:
+        raise DefinitionError("the name of a fact is missing")
+    texts.check("the name of a fact", name)
     if name.startswith(RESERVED):
         raise DefinitionError(f"{name!r}: names under {RESERVED!r} are reserved")
 

@@ -13,6 +13,7 @@ from uuid import UUID
 from umt_durable import codec, telemetry
 from umt_durable.engine.exits import Canceled, Exit
 from umt_durable.engine.failures import mark_recorded
+from umt_durable.engine.functions import check_function
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.replay import beside
 from umt_durable.engine.waitables import (
@@ -51,6 +52,8 @@ class Wait:
     def __post_init__(self) -> None:
         check_limit(self.fact.name, "timeout", self.timeout)
         check_poll(self.fact.name, self.poll)
+        if self.on_created is not None:
+            check_function(f"wait {self.fact.name!r}", "on_created", self.on_created, plain=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

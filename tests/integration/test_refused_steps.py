@@ -1,0 +1,82 @@
+"""Steps that could never work: each is a typed error that names the step or the argument, and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.support.engine import Engine
+from umt_durable.database import Database
+from umt_durable.engine.context import TaskContext
+from umt_durable.engine.outcomes import Finished
+from umt_durable.errors import DefinitionError
+from umt_durable.settings import Settings
+
+
+@pytest.fixture
+def engine(database: Database, settings: Settings) -> Iterator[Engine]:
+    engine = Engine(database, settings)
+    yield engine
+    engine.close()
+
+
+async def coroutine_function(*_: object) -> int:
+    """Be what nobody would await."""
+    return 1
+
+
+def call(*_: object) -> int:
+    """Be a step's function."""
+    return 1
+
+
+REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda step: step.run("s", None), "step 's': fn must be a function, not None"),
+    (lambda step: step.run("s", call()), "step 's': fn must be a function, not 1"),
+    (lambda step: step.transaction("s", "insert"), "step 's': fn must be a function"),
+    (lambda step: step.transaction("s", coroutine_function), "step 's': fn is a coroutine function"),
+    (lambda step: step.transaction("s", call, on=7), "int is no binding"),
+    (lambda step: step.effect("k", call, on=7), "int is no binding"),
+    (lambda step: step.effect("k", call, not_applied=ValueError), "effect 'k': not_applied holds exception classes"),
+    (lambda step: step.effect("k", coroutine_function), "effect 'k': do is a coroutine function"),
+    (lambda step: step.map("m", call, 7, key=str), "step.map 'm': items"),
+    (lambda step: step.map("m", call, [1], key=None), "step.map 'm': key must be a function"),
+    (lambda step: step.map("m", "t", [1], key="id", workers=True), "step.map 'm': key must be a function"),
+    (lambda step: step.gather("g", None), "step 'g': give a list of signatures"),
+    (lambda step: step.gather("g", "t"), "step 'g': give a list of signatures"),
+    (lambda step: step.options(renamed_from=7).run("s", call), "renamed_from="),
+    (lambda step: step.task("t", None, timeout=timedelta(1), reconcile=7), "step 't': reconcile must be a function"),
+    (
+        lambda step: step.task("t", None, timeout=timedelta(1), reconcile=coroutine_function),
+        "reconcile is a coroutine",
+    ),
+    (lambda step: step.task("t", None, idempotent="yes"), "step 't': idempotent is True or False"),
+    (lambda step: step.wait_for_fact("w", on_created=7), "wait 'w': on_created must be a function"),
+    (lambda step: step.wait_for_fact("w", on_created=coroutine_function), "wait 'w': on_created is a coroutine"),
+    (lambda step: step.wait_for_fact("w", type=7), "wait 'w': type: no payload can be read as 7"),
+    (lambda step: step.wait_for_fact("a\ud800"), "the name of a fact holds a NUL or half of a surrogate pair"),
+    (lambda step: step.wait_any(["a\0"]), "the name of a fact holds a NUL"),
+    (lambda step: step.wait_any({"a\0": "n"}), "the label of a wait"),
+    (lambda step: step.begin("b", on_created=coroutine_function), "step 'b': on_created is a coroutine function"),
+    (lambda step: step.begin("b", on_created=call, type=7), "'b': type: no payload can be read as 7"),
+]
+
+
+@pytest.mark.parametrize(("bad", "said"), REFUSED)
+def test_what_can_never_work_is_refused_before_anything_is_written(
+    engine: Engine, bad: Callable[[Any], Any], said: str
+) -> None:
+    @engine.task("t")
+    def body(ctx: TaskContext) -> None:
+        bad(ctx.step)
+
+    run_id, outcome = engine.run("t")
+
+    assert isinstance(outcome, Finished)
+    assert isinstance(outcome.error, DefinitionError)
+    assert said in str(outcome.error)
+    history = engine.client.history(run_id)
+    assert (history.steps, history.waits) == ([], [])
