@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -33,3 +34,25 @@ def test_a_number_is_no_retry_policy(durable: Durable) -> None:
 
     with pytest.raises(DefinitionError, match=r"retry is a RetryPolicy, such as RetryPolicy\.NETWORK, not 3"):
         durable.task(name="shop.charge", retry=3)(charge)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": 7}, "7 is no task name"),
+        ({"name": "a\ud800"}, "is no task name"),
+        ({"version": "2"}, "versions count from 1, not '2'"),
+        ({"version": 0}, "versions count from 1, not 0"),
+        ({"raises": ValueError}, "raises is a list of exception classes, not <class 'ValueError'>"),
+        ({"raises": ["ValueError"]}, "raises is a list of exception classes"),
+        ({"on_mismatch": "stop"}, "on_mismatch is park, fail or warn, not 'stop'"),
+    ],
+)
+def test_what_no_task_can_have_is_refused(durable: Durable, options: dict[str, Any], said: str) -> None:
+    def charge(ctx: TaskContext, order: str) -> str:
+        return order
+
+    with pytest.raises(DefinitionError) as error:
+        durable.task(**{"name": "shop.charge", **options})(charge)
+
+    assert said in str(error.value)

@@ -16,8 +16,10 @@ import yaml
 
 import umt_durable
 from umt_durable import Durable, RunState, Settings, TaskContext, failpoints
+from umt_durable.bridge.async_verbs import AsyncVerbs
 from umt_durable.bridge.cli import durable as command_line
 from umt_durable.bridge.outbox import Outbox
+from umt_durable.bridge.pausing import PauseVerbs
 from umt_durable.engine.client import Client
 from umt_durable.engine.ops import Ops
 from umt_durable.engine.steps import Steps
@@ -202,6 +204,8 @@ def test_b1_every_public_name_is_documented() -> None:
     for owner in (Client, Steps, TaskContext, Outbox):
         assert {name for name in dir(owner) if not name.startswith("_")} - words <= {"enqueue", "value"}, owner
     assert {name for name in vars(Durable) if name in vars(Client) and not name.startswith("_")} <= words
+    assert {name for name in vars(AsyncVerbs) if not name.startswith("_")} <= words | {"fork"}
+    assert {name for name in vars(PauseVerbs) if not name.startswith("_")} <= words
 
 
 def heads(page: str) -> set[str]:

@@ -13,7 +13,7 @@ import click
 from umt_durable.bridge.cli_runs import checked, shown
 from umt_durable.bridge.console import Section, emit, json_option, say
 from umt_durable.bridge.project import project_of
-from umt_durable.engine.client import MAX_PAGE
+from umt_durable.engine.ops import MAX_PAGE
 from umt_durable.errors import DefinitionError
 from umt_durable.records import OutboxEvent
 from umt_durable.redaction import redact_text

@@ -20,8 +20,9 @@ from umt_durable.bridge.console import Section, emit, json_option
 from umt_durable.bridge.durable import Durable
 from umt_durable.bridge.project import project_of
 from umt_durable.engine import failures
-from umt_durable.engine.client import MAX_PAGE, History, hidden
+from umt_durable.engine.client import History, hidden
 from umt_durable.engine.failures import Failure
+from umt_durable.engine.ops import MAX_PAGE
 from umt_durable.errors import DecodingError, PayloadKeyError, UnknownTaskError
 from umt_durable.records import Run, StepEntry, WaitEntry
 from umt_durable.redaction import redact

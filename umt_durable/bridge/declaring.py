@@ -58,6 +58,7 @@ def declare(
     _check_context(body)
     app = durable.app
     task_name = name or app.gen_task_name(body.__name__, body.__module__)
+    _check_raises(task_name, raises)
     known = durable.tasks.versions(task_name)
     durable.tasks.add(
         TaskDefinition(
@@ -88,6 +89,13 @@ def declare(
         __header__=head_from_fun(body, bound=True),
         **options,
     )
+
+
+def _check_raises(task: str, raises: object) -> None:
+    """Refuse what are no exception classes."""
+    given = raises if isinstance(raises, list | tuple | set | frozenset) else (None,)
+    if not all(isinstance(one, type) and issubclass(one, Exception) for one in given):
+        raise DefinitionError(f"{task}: raises is a list of exception classes, not {raises!r:.100}")
 
 
 def _check_context(body: Callable[..., Any]) -> None:

@@ -17,7 +17,7 @@ from umt_durable.engine.answers import PREFIX, Answer
 from umt_durable.engine.completing import Completing
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.ids import NAMESPACE
-from umt_durable.engine.ops import Ops
+from umt_durable.engine.ops import Ops, check_page
 from umt_durable.engine.tokens import Tokens
 from umt_durable.engine.waitables import MISSING, RESERVED, check_name
 from umt_durable.errors import (
@@ -55,7 +55,7 @@ T = TypeVar("T")
 NOTIFY_EVERY_SECONDS = 0.005
 CALL_SECONDS = 10.0
 """How long a caller is kept waiting for a database that does not answer."""
-MAX_PAGE = 1000
+LARGEST_NO = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +177,9 @@ class Client(Completing, Access):
 
         A parked or waiting run ends at once (with `conn`: when a router sees the caller's commit), a running one at its
         next step; a terminal one is left as it is.
-        Errors: UnknownRunError.
+        Errors: UnknownRunError; DefinitionError for an actor or reason that cannot be stored.
         """
+        check_reason(reason)
         return self._say(run_id, Kind.CANCEL.fact, _because(reason), conn=conn, actor=actor, dedupe=None)
 
     def retry(
@@ -340,6 +341,8 @@ class Client(Completing, Access):
         if (result is MISSING) == (error is None):
             raise DefinitionError(f"step {step!r}: give its result, or the error it is to fail with, and not both")
         self.get(run_id)
+        if not isinstance(step, str) or not texts.is_storable(step):
+            raise UnknownStepError(run_id, step)
         found = self._do(lambda conn: waits.awaited(conn, run_id, None, PREFIX + str(step)))
         if found is None or found.state is not WaitState.PENDING:
             raise UnknownStepError(run_id, step)
@@ -408,11 +411,12 @@ class Client(Completing, Access):
         """
         texts.check("task", task)
         texts.check("ref", ref, least=0)
-        if not 1 <= limit <= MAX_PAGE:
-            raise DefinitionError(f"limit must be from 1 to {MAX_PAGE}, not {limit}")
+        check_page(limit)
+        if before is not None and (not isinstance(before, int) or not 0 <= before <= LARGEST_NO):
+            raise DefinitionError(f"before is the number of a run, not {before!r:.100}")
         try:
             wanted, paused = divide([states] if isinstance(states, str) else states or ())
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise DefinitionError(str(error)) from None
         given: dict[str, Any] = {"task": task, "ref": ref, "before": before, "limit": limit}
         given |= {
@@ -533,6 +537,14 @@ def check_person(actor: object, reason: object) -> None:
     if actor is None:
         raise DefinitionError("actor is missing: the audit keeps who did it")
     texts.check("actor", actor)
+    check_reason(reason)
+
+
+def check_reason(reason: object) -> None:
+    """Refuse a reason that the audit cannot keep.
+
+    Errors: DefinitionError.
+    """
     if reason is not None and not isinstance(reason, str):
         raise DefinitionError(f"reason must be text, not {type(reason).__name__}")
     if reason is not None and len(reason) > MAX_REASON:

@@ -36,6 +36,15 @@ MAX_COMMENT = 1000
 UNSETTLED = (OpState.OPEN, OpState.UNCERTAIN)
 
 
+def check_page(limit: object) -> None:
+    """Refuse what is no size of a page.
+
+    Errors: DefinitionError.
+    """
+    if not isinstance(limit, int) or not 1 <= limit <= MAX_PAGE:
+        raise DefinitionError(f"limit must be from 1 to {MAX_PAGE}, not {limit!r:.100}")
+
+
 def _opened(op: Op) -> Op:
     """Return an op with its answer as it was before it was sealed, where that can be had here."""
     return replace(op, result=opened(op.result), error=opened(op.error))
@@ -59,13 +68,14 @@ class Ops:
         """Read a page of ops in the order of their keys, those without an answer unless `states` are named.
 
         Shape: `after` is the `op_key` of the last one of the page before.
-        Errors: DefinitionError for a state that is none, or a limit outside 1 to 1000.
+        Errors: DefinitionError for a state that is none, a limit outside 1 to 1000, text that cannot be stored.
         """
-        if not 1 <= limit <= MAX_PAGE:
-            raise DefinitionError(f"limit must be from 1 to {MAX_PAGE}, not {limit}")
+        check_page(limit)
+        texts.check("after", after, least=0)
+        texts.check("namespace", namespace, least=0)
         try:
             wanted = UNSETTLED if states is None else [OpState(state) for state in states]
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise DefinitionError(str(error)) from None
         within = namespace or self._settings.op_namespace
         found = self._do(lambda conn: ledger.page(conn, within, states=wanted, after=after, limit=limit))

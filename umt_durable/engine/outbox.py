@@ -10,7 +10,8 @@ from uuid import UUID, uuid4
 
 from umt_durable import codec, texts, tracing
 from umt_durable.database import Connection
-from umt_durable.engine.client import MAX_PAGE, Access
+from umt_durable.engine.client import Access
+from umt_durable.engine.ops import check_page
 from umt_durable.errors import DefinitionError, IdempotencyConflictError, UnknownEventError
 from umt_durable.payloads import opened
 from umt_durable.records import OutboxEvent
@@ -92,8 +93,7 @@ class OutboxClient(Access):
         Errors: DefinitionError for a limit outside 1 to 1000; UnknownEventError when `before` is no row any more.
         """
         texts.check("type", type)
-        if not 1 <= limit <= MAX_PAGE:
-            raise DefinitionError(f"limit must be from 1 to {MAX_PAGE}, not {limit}")
+        check_page(limit)
         last = None if before is None else self.get(before)
         rows = self._do(lambda conn: outbox.dead(conn, type=type, before=last, limit=limit))
         return [_opened(row) for row in rows]

@@ -11,6 +11,7 @@ from umt_durable.engine.failures import ExceptionRegistry
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.selection import Selection
 from umt_durable.errors import DefinitionError, DuplicateTaskError, UnknownTaskError
+from umt_durable.texts import is_storable
 
 MAX_NAME = 255
 
@@ -50,14 +51,15 @@ class TaskDefinition:
     owner: str = ""
 
     def __post_init__(self) -> None:
-        if not self.name or len(self.name) > MAX_NAME or "\0" in self.name or "@" in self.name:
+        name = self.name
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not is_storable(name) or "@" in name:
             raise DefinitionError(f"{self.name!r} is no task name: 1 to {MAX_NAME} characters, no '@'")
         if not isinstance(self.retry, RetryPolicy):
             raise DefinitionError(
                 f"{self.name}: retry is a RetryPolicy, such as RetryPolicy.NETWORK, not {self.retry!r}"
             )
-        if self.version < 1:
-            raise DefinitionError(f"{self.name}: versions count from 1, not {self.version}")
+        if not isinstance(self.version, int) or self.version < 1:
+            raise DefinitionError(f"{self.name}: versions count from 1, not {self.version!r}")
         if self.on_mismatch not in MISMATCH_POLICIES:
             raise DefinitionError(f"{self.name}: on_mismatch is park, fail or warn, not {self.on_mismatch!r}")
 
