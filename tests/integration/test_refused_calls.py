@@ -25,6 +25,8 @@ REFUSED: list[tuple[Callable[[Any, str], Any], str]] = [
     (lambda client, _: client.list(before="first"), "before is the number of a run, not 'first'"),
     (lambda client, _: client.list(before=2**63), "before is the number of a run"),
     (lambda client, _: client.list(states=7), "not iterable"),
+    (lambda client, _: client.ops.resolve("k", failed=7, actor="ann"), "op 'k': failed must be text, not 7"),
+    (lambda client, _: client.ops.resolve("k", done=1, actor="ann", reason=7), "op 'k': reason must be text, not 7"),
     (lambda client, _: client.ops.list(limit=None), "limit must be from 1 to 1000"),
     (lambda client, _: client.ops.list(states=7), "not iterable"),
     (lambda client, _: client.ops.list(after="a\0"), "after holds a NUL"),

@@ -123,6 +123,9 @@ class Ops:
         if not actor:
             raise DefinitionError(f"op {op_key!r}: actor= says who decides")
         texts.check("actor", actor)
+        for label, text in (("failed", failed), ("reason", reason)):
+            if text is not None and not isinstance(text, str):
+                raise DefinitionError(f"op {op_key!r}: {label} must be text, not {text!r:.100}")
         state, said = OpState.OPEN, codec.Encoded(b"", 0, b"")
         if done is not MISSING:
             state, said = OpState.DONE, codec.encode(done, codec.EMPTY, where=f"the result of op {op_key!r}")
