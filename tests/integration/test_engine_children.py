@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -262,3 +262,45 @@ def test_bad_children_are_refused_before_anything_is_written(family: Family, ask
     assert isinstance(outcome.error, DefinitionError)
     assert said in str(outcome.error)
     assert family.children() == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (lambda step: step.call("one", Call("double", (1,)), 2), "step 'one': a signature brings arguments of its own"),
+        (lambda step: step.spawn("one", Call("double", (1,)), value=2), "'one': a signature brings arguments"),
+        (lambda step: step.gather("all", ["double"]), "step 'all': give signatures, such as task.s(...), not 'double'"),
+    ],
+)
+def test_arguments_that_would_be_lost_are_refused_before_anything_is_written(
+    family: Family, bad: Callable[[Any], Any], said: str
+) -> None:
+    @family.engine.task("bad")
+    def body(ctx: TaskContext) -> None:
+        bad(ctx.step)
+
+    run_id = family.engine.start("bad")
+    outcome = family.deliver(run_id)
+
+    assert isinstance(outcome, Finished)
+    assert isinstance(outcome.error, DefinitionError)
+    assert said in str(outcome.error)
+    assert (family.children(), family.engine.client.history(run_id).steps) == ([], [])
+
+
+def test_a_call_of_a_signature_is_known_by_the_arguments_it_brings(family: Family) -> None:
+    given = [1]
+
+    @family.engine.task("signed")
+    def signed(ctx: TaskContext) -> Any:
+        return ctx.step.call("one", Call("double", (given[0],)))
+
+    run_id = family.engine.start("signed")
+    family.deliver(run_id)
+    (child,) = family.children()
+    family.deliver(child)
+    family.engine.route()
+    given[0] = 2
+    family.deliver(run_id)
+
+    assert family.engine.client.get(run_id).reason == "nondeterminism"

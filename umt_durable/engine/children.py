@@ -38,7 +38,7 @@ def call(
 ) -> Any:
     """Return the result of one child run, or raise what it failed with."""
     tasks = the_pass.reporter.durable_tasks
-    identity = (tasks.name(task, name), list(args), dict(kwargs))
+    identity = (tasks.name(task, name), *_arguments(name, task, args, kwargs))
     entry, recorded = recorder.identify(name, StepKind.CALL, identity, {})
     annotation = tasks.annotation(task)
     the_pass.saw(PREFIX + entry.key)
@@ -61,7 +61,7 @@ def gather(the_pass: Pass, recorder: Recorder, name: str, calls: Sequence[Any]) 
     if isinstance(calls, str) or not isinstance(calls, Iterable):
         raise DefinitionError(f"step {name!r}: give a list of signatures of durable tasks, not {calls!r:.100}")
     tasks, calls = the_pass.reporter.durable_tasks, list(calls)
-    identity = [[tasks.name(one, name), list(one.args or ()), dict(one.kwargs or {})] for one in calls]
+    identity = [[tasks.name(one, name), *_arguments(name, _signature(name, one), (), {})] for one in calls]
     entry, recorded = recorder.identify(name, StepKind.CALL, (identity,), {})
     the_pass.saw(PREFIX + entry.key)
     if recorded is not None and recorded.state is not StepState.STARTED:
@@ -97,7 +97,7 @@ def spawn(
     if on_parent_end not in ENDS:
         raise DefinitionError(f"step {name!r}: on_parent_end must be one of {', '.join(ENDS)}, not {on_parent_end!r}")
     tasks = the_pass.reporter.durable_tasks
-    identity = (tasks.name(task, name), list(args), dict(kwargs), on_parent_end)
+    identity = (tasks.name(task, name), *_arguments(name, task, args, kwargs), on_parent_end)
     entry, recorded = recorder.identify(name, StepKind.SPAWN, identity, {})
     if recorded is not None and recorded.state is not StepState.STARTED:
         return str(recorder.replay(recorded, str))
@@ -114,6 +114,22 @@ def spawn(
     recorder.guarded(lambda: the_pass.attempt.commit(insert, entry.key))
     the_pass.database.notify()
     return child.id
+
+
+def _signature(name: str, given: Any) -> Any:
+    """Return a signature, which brings arguments of its own."""
+    if not hasattr(given, "args"):
+        raise DefinitionError(f"step {name!r}: give signatures, such as task.s(...), not {given!r:.100}")
+    return given
+
+
+def _arguments(name: str, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return what a child is called with: what is given beside its task, or what its signature brings."""
+    if not hasattr(task, "args"):
+        return list(args), dict(kwargs)
+    if args or kwargs:
+        raise DefinitionError(f"step {name!r}: a signature brings arguments of its own; give none beside it")
+    return list(task.args or ()), dict(task.kwargs or {})
 
 
 def joined(
