@@ -57,6 +57,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda step: step.wait_for_fact("w", on_created=7), "wait 'w': on_created must be a function"),
     (lambda step: step.wait_for_fact("w", on_created=coroutine_function), "wait 'w': on_created is a coroutine"),
     (lambda step: step.wait_for_fact("w", type=7), "wait 'w': type: no payload can be read as 7"),
+    (lambda step: step.wait_for_fact("w", type="Answer"), "wait 'w': type: a type is given itself"),
     (lambda step: step.wait_for_fact("a\ud800"), "the name of a fact holds a NUL or half of a surrogate pair"),
     (lambda step: step.wait_any(["a\0"]), "the name of a fact holds a NUL"),
     (lambda step: step.wait_any({"a\0": "n"}), "the label of a wait"),

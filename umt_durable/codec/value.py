@@ -111,6 +111,8 @@ def check_annotation(annotation: object, *, where: str) -> None:
 
     Errors: DefinitionError.
     """
+    if isinstance(annotation, str):
+        raise DefinitionError(f"{where}: a type is given itself, not by a name such as {annotation!r:.100}")
     reason = None if annotation in _UNTYPED else typed.adapter_of(annotation)
     if isinstance(reason, str):
         raise DefinitionError(f"{where}: no payload can be read as {annotation!r:.100}: {reason}")
