@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -18,18 +19,20 @@ from sqlalchemy.orm import Session, sessionmaker
 from tests.support import sealing
 from tests.support.clock import Clock
 from tests.support.django_db import declared
-from tests.support.engine import Engine, Gate, dying_at, in_thread, stopping_at, take_over
+from tests.support.engine import Engine, Gate, RecordingReporter, dying_at, in_thread, stopping_at, take_over
 from tests.support.postgres import through
 from tests.support.proxy import Proxy
 from tests.support.wait import until
 from umt_durable.database import Connection, Database
 from umt_durable.engine import elsewhere
 from umt_durable.engine.context import TaskContext
-from umt_durable.engine.outcomes import Dropped, Finished
+from umt_durable.engine.exits import Replaced
+from umt_durable.engine.outcomes import Delivery, Dropped, Finished
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import ConfigurationError, DefinitionError
 from umt_durable.ledger import Ledger, install_ledger, ledger_sql
 from umt_durable.payloads import Vault
+from umt_durable.records import NewRun
 from umt_durable.settings import Settings
 from umt_durable.states import RunState
 
@@ -579,3 +582,25 @@ def test_a_ledger_is_installed_once_by_any_number_at_once_under_any_name(
         assert outcome.value == 1
         assert booked(conn) == [1]
     assert body.entered == 1
+
+
+def test_a_step_of_a_run_that_takes_anothers_place_is_not_that_ones_step_of_the_same_key(
+    engine: Engine, books: Books, ledger: Ledger
+) -> None:
+    @engine.task("first")
+    def first(ctx: TaskContext) -> None:
+        ctx.step.transaction("book", book, 1, on=ledger)
+        given = b'{"args": [], "kwargs": {}}'
+        ctx._pass.leave(Replaced(run=NewRun(id=ctx.run_id, task="second", nesting=1, version=1, queue="q", args=given)))
+
+    @engine.task("second")
+    def second(ctx: TaskContext) -> int:
+        return int(ctx.step.transaction("book", book, 2, on=ledger))
+
+    run_id, process = engine.start("first"), engine.process()
+    process.deliver(run_id, "first")
+
+    outcome = process.executor.execute(Delivery(run_id, 1, "second", uuid4()), RecordingReporter())
+
+    assert isinstance(outcome, Finished)
+    assert (outcome.value, booked(books)) == (4, [1, 2])

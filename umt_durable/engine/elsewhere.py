@@ -70,7 +70,7 @@ class LedgerStep:
 
     def __init__(self, the_pass: Pass, step: Elsewhere) -> None:
         self._pass, self._attempt, self._step, self._ledger = the_pass, the_pass.attempt, step, step.ledger
-        self._place = Place(step.ledger.name, the_pass.run_id, the_pass.in_generation(step.entry.key))
+        self._place = Place(step.ledger.name, the_pass.run_id, the_pass.among_runs(step.entry.key))
         self._in_doubt = step.begun_seconds is not None
         self._tx: UserTransaction | None = None
         self._may_be_lost, self._committing = True, False

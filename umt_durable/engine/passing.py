@@ -158,6 +158,10 @@ class Pass:
         """Return a text that stands for a step of this run, and for no step of an earlier generation of it."""
         return key if self.generation == 0 else f"{key}\\^{self.generation}"  # no key is written like this
 
+    def among_runs(self, key: str) -> str:
+        """Return the same where steps are told apart by the run's id, which it may share with one that it replaced."""
+        return f"{self.in_generation(key)}\\@{self.nesting}" if self.nesting else self.in_generation(key)
+
     def next_seq(self) -> int:
         """Return the place of a new journal entry in its run."""
         return next(self._seqs)
