@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -17,13 +18,14 @@ from sqlalchemy.orm import Session
 from tests.integration import service_kit as kit
 from tests.integration.cli_kit import cli_for, one_line
 from tests.support.clock import Clock
-from tests.support.engine import Engine, dying_at, take_over
+from tests.support.engine import Engine, Gate, RecordingReporter, dying_at, in_thread, take_over
 from tests.support.proxy import Proxy
 from tests.support.sealing import BOTH, CANARY, leaks
 from umt_durable.database import Connection, Database
 from umt_durable.engine.client import Client
 from umt_durable.engine.context import TaskContext
-from umt_durable.engine.outcomes import Finished, Parked
+from umt_durable.engine.exits import Replaced
+from umt_durable.engine.outcomes import Delivery, Finished, Parked
 from umt_durable.errors import (
     ConfigurationError,
     DefinitionError,
@@ -38,6 +40,7 @@ from umt_durable.errors import (
     UsedTokenError,
 )
 from umt_durable.payloads import Vault
+from umt_durable.records import NewRun
 from umt_durable.settings import Settings
 from umt_durable.states import RunState
 
@@ -526,3 +529,107 @@ def test_all_errors_of_tokens_are_one_kind_and_none_shows_a_secret(settings: Set
 def test_a_key_that_is_too_short_is_refused(settings: Settings, keys: tuple[str, ...]) -> None:
     with pytest.raises(ConfigurationError, match="signing_keys must be"):
         replace(settings, signing_keys=keys)
+
+
+# -- runs that take up another one ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken_up", ["retry", "fork"])
+def test_what_takes_up_a_later_generation_begins_steps_of_its_own_in_those_that_follow(
+    begun: Begun, taken_up: str
+) -> None:
+    engine, client, broken = begun.engine, begun.client, [True]
+
+    @engine.task("loop")
+    def loop(ctx: TaskContext, number: int) -> list[Any]:
+        found = ctx.step.begin("review", on_created=begun.tokens.append)
+        if number == 1 and broken[0]:
+            raise ValueError("broken")
+        if number < 2:
+            ctx.continue_as_new(number + 1)
+        return [found, ctx.step.run("turn", lambda: ctx.generation)]
+
+    run_id, process = engine.start("loop", 0), engine.process()
+    for number in range(2):
+        process.deliver(run_id, "loop")
+        client.complete(begun.tokens[-1], number)
+        process.deliver(run_id, "loop")
+    assert engine.state(run_id) is RunState.FAILED
+    broken[0] = False
+
+    if taken_up == "retry":
+        again = client.retry(run_id, actor="ann")
+        process.deliver(again, "loop")
+    else:
+        again = client.fork(run_id, from_step="review", actor="ann")
+        process.deliver(again, "loop")
+        client.complete(begun.tokens[-1], 1)
+        process.deliver(again, "loop")
+    process.deliver(again, "loop")
+    client.complete(begun.tokens[-1], 2)
+
+    assert process.deliver(again, "loop").value == [2, 2]  # type: ignore[union-attr]
+
+
+def test_a_retry_does_not_take_what_completed_a_step_of_an_earlier_generation(begun: Begun) -> None:
+    engine, client, broken, gate = begun.engine, begun.client, [True], Gate()
+
+    @engine.task("loop")
+    def loop(ctx: TaskContext, number: int) -> Any:
+        def ask() -> Any:
+            return ctx.step.begin("review", on_created=begun.tokens.append)
+
+        if number == 0:
+            try:
+                ctx.step.parallel({"ask": ask, "other": lambda: 1 // 0})
+            except Exception:  # noqa: BLE001 - the branch that waits is dropped with it
+                gate.pass_through()
+                ctx.continue_as_new(1)
+        if broken[0]:
+            raise ValueError("broken")
+        return ctx.step.parallel({"ask": ask})["ask"]
+
+    run_id, process = engine.start("loop", 0), engine.process()
+    with in_thread(lambda: process.deliver(run_id, "loop")):
+        gate.wait_reached()
+        client.complete(begun.tokens[0], "of the first generation")
+        gate.open()
+    process.deliver(run_id, "loop")
+    assert engine.state(run_id) is RunState.FAILED
+    broken[0] = False
+
+    again = client.retry(run_id, actor="ann")
+    process.deliver(again, "loop")
+    client.complete(begun.tokens[-1], "of the second")
+
+    assert process.deliver(again, "loop").value == "of the second"  # type: ignore[union-attr]
+
+
+def test_a_retry_does_not_take_what_completed_a_step_of_the_run_that_it_replaced(begun: Begun) -> None:
+    engine, client, broken = begun.engine, begun.client, [True]
+
+    @engine.task("first")
+    def first(ctx: TaskContext) -> None:
+        ctx.step.begin("review", on_created=begun.tokens.append)
+        given = b'{"args": [], "kwargs": {}}'
+        ctx._pass.leave(Replaced(run=NewRun(id=ctx.run_id, task="second", nesting=1, version=1, queue="q", args=given)))
+
+    @engine.task("second")
+    def second(ctx: TaskContext) -> Any:
+        if broken[0]:
+            raise ValueError("broken")
+        return ctx.step.begin("review", on_created=begun.tokens.append)
+
+    run_id, process = engine.start("first"), engine.process()
+    process.deliver(run_id, "first")
+    client.complete(begun.tokens[0], "of the first run")
+    process.deliver(run_id, "first")
+    process.executor.execute(Delivery(run_id, 1, "second", uuid4()), RecordingReporter())
+    assert engine.state(run_id) is RunState.FAILED
+    broken[0] = False
+
+    again = client.retry(run_id, actor="ann")
+    process.deliver(again, "second")
+    client.complete(begun.tokens[-1], "of the second")
+
+    assert process.deliver(again, "second").value == "of the second"  # type: ignore[union-attr]

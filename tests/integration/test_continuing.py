@@ -379,6 +379,29 @@ def test_a_retry_of_a_continued_run_reads_what_its_last_generation_had_not_and_n
     assert until_ended(engine, again)[0].value == [[1, 10], [2, 20], None]
 
 
+def test_a_retry_or_fork_of_a_continued_run_is_of_its_generation(engine: Engine) -> None:
+    broken = [True]
+
+    @engine.task("t")
+    def body(ctx: TaskContext, number: int) -> list[int]:
+        turn = ctx.step.run("turn", int, ctx.generation)
+        if number < 2:
+            ctx.continue_as_new(number + 1)
+        if broken[0]:
+            raise ValueError("broken")
+        return [number, turn, ctx.step.run("last", lambda: ctx.generation)]
+
+    run_id = engine.start("t", 0)
+    assert until_ended(engine, run_id)[0].state is RunState.FAILED
+    broken[0] = False
+
+    again = engine.client.retry(run_id, actor="ann")
+    assert until_ended(engine, again)[0].value == [2, 2, 2]
+
+    fork = engine.client.fork(again, from_step="last", actor="ann")
+    assert until_ended(engine, fork)[0].value == [2, 2, 2]
+
+
 # -- crashes, zombies, cancels ----------------------------------------------------------------------------------------
 
 

@@ -397,7 +397,7 @@ def test_of_a_continued_run_its_last_generation_is_forked(engine: Engine) -> Non
     forks = [engine.client.fork(run_id, from_step=step, actor="ann") for step in ("last", "price")]
     outcomes = [process.deliver(fork, "t") for fork in forks]
 
-    assert [getattr(outcome, "value", None) for outcome in outcomes] == [[1, 2, 20, 0], [1, 2, 20, 0]]
+    assert [getattr(outcome, "value", None) for outcome in outcomes] == [[1, 2, 20, 1], [1, 2, 20, 1]]
 
 
 def test_a_queue_in_a_retry_takes_each_fact_once(engine: Engine) -> None:

@@ -442,16 +442,18 @@ SELECT no, id, nesting, state, envelope FROM {schema}.run WHERE id = %(run)s::te
 -- name: insert_retry :maybe
 -- Insert the run that takes up a failed or cancelled one, which stays as it is: with what it had done, what it was said
 -- and what of that its waits took, and a hint. Its fence begins at 1, so that its first grant reads the journal. No row:
--- it is there already. Of the facts under a key it sees what the first one would have seen. Waits for children or for an
+-- it is there already. It is of the same generation: the body may ask for it, and begun steps are completed under it. Of
+-- the facts under a key it sees what the first one would have seen. Waits for children or for an
 -- awaited task stay behind: done, their steps have the outcome; else they begin anew, with children and a task of their own.
--- Facts said to the first one get ids derived from theirs, by which the waits that took them find them.
+-- Facts said to the first one get ids derived from theirs, by which the waits that took them find them; of what begun steps
+-- were completed with only that of its own: others of its id, or earlier generations, had steps of the same keys.
 -- Locks: none that another transaction waits for but one with the same retry. Index: run_id_nesting, step_pkey, wait_pkey, fact_address.
 WITH o AS MATERIALIZED (
     SELECT * FROM {schema}.run WHERE no = %(run)s::bigint AND state IN ('failed', 'cancelled')),
 n AS (
-    INSERT INTO {schema}.run (id, task, version, queue, priority, fence, args, codec, digest, envelope, deliver_by, ref, attributes, retry_of, snapshot)
+    INSERT INTO {schema}.run (id, task, version, queue, priority, fence, args, codec, digest, envelope, deliver_by, ref, attributes, retry_of, generation, snapshot)
     SELECT %(id)s::text, task, coalesce(%(version)s::int, version), queue, priority, 1, args, codec, digest, %(envelope)s::bytea,
-           {schema}.now() + %(deliver)s::interval, ref, attributes, no, snapshot
+           {schema}.now() + %(deliver)s::interval, ref, attributes, no, generation, snapshot
       FROM o
     ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING
     RETURNING no, id, fence, priority, retry_of),
@@ -474,7 +476,8 @@ f AS (
     SELECT {schema}.copied_fact(n.no, f.id), jsonb_build_array('run', n.id, f.name)::text, f.name, f.payload, f.actor, f.dedupe, f.at, {schema}.now()
       FROM n, p, {schema}.fact AS f
      WHERE f.address >= p.old AND f.address < rtrim(p.old) || '!'
-       AND (NOT starts_with(f.name, 'umt.') OR starts_with(f.name, 'umt.begin/'))
+       AND (NOT starts_with(f.name, 'umt.')
+            OR f.address IN (SELECT w.address FROM {schema}.wait AS w WHERE w.run = n.retry_of AND w.mode = 'begin'))
        AND NOT EXISTS (SELECT 1 FROM {schema}.fact_read AS d WHERE d.run = n.retry_of AND d.fact = f.id)),
 d AS (
     INSERT INTO {schema}.fact_read (run, fact)
@@ -504,16 +507,16 @@ SELECT r.no, r.id, r.nesting, r.state, r.envelope,
 -- name: insert_fork :maybe
 -- Insert a run that begins where another was at a step: with the outcomes of the steps and waits before that place, which
 -- are those of lower `seq`, but for the branches around it, and a hint. Its fence begins at 1, so that its first grant reads
--- the journal. Of the facts said to the other it has those that these waits took; of those under a key it sees what the
--- other one would have seen. No row: it is there already, or the other goes on.
+-- the journal, and it is of the same generation. Of the facts said to the other it has those that these waits took; of those
+-- under a key it sees what the other one would have seen. No row: it is there already, or the other goes on.
 -- Locks: none that another transaction waits for. Index: run_id_nesting, step_pkey, wait_pkey, fact_pkey.
 WITH o AS MATERIALIZED (
     SELECT * FROM {schema}.run WHERE no = %(run)s::bigint AND state IN ('succeeded', 'failed', 'cancelled', 'quarantined')),
 n AS (
-    INSERT INTO {schema}.run (id, task, version, queue, priority, fence, args, codec, digest, envelope, deliver_by, ref, attributes, fork_of, snapshot)
+    INSERT INTO {schema}.run (id, task, version, queue, priority, fence, args, codec, digest, envelope, deliver_by, ref, attributes, fork_of, generation, snapshot)
     SELECT %(id)s::text, task, coalesce(%(version)s::int, version), queue, priority, 1, coalesce(%(args)s::bytea, args),
            coalesce(%(codec)s::smallint, codec), CASE WHEN %(args)s::bytea IS NULL THEN digest ELSE %(digest)s::bytea END, %(envelope)s::bytea,
-           {schema}.now() + %(deliver)s::interval, ref, attributes, no, snapshot
+           {schema}.now() + %(deliver)s::interval, ref, attributes, no, generation, snapshot
       FROM o
     ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING
     RETURNING no, id, fence, priority, fork_of),
