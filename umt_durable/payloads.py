@@ -5,7 +5,7 @@ A sealed payload is one frame, which no JSON begins like:
     00 01 | mark: 16 bytes | n: 1 byte | id of the key: n bytes | what the codec made
 
 The id of the key is in clear, so that anyone who may read the rows can tell which keys they need. The mark is zero but
-for facts and events, of which the database has to say whether two of them are the same.
+for facts and events, of which the database has to say whether two of them are the same; without one it does not say.
 """
 
 from __future__ import annotations

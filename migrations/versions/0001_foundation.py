@@ -30,6 +30,12 @@ CREATE FUNCTION {schema}.copied_fact(run bigint, fact uuid) RETURNS uuid
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
     RETURN encode(substr(sha256(convert_to(run || '/' || fact, 'UTF8')), 1, 16), 'hex')::uuid;
 
+-- Its payload there: of a sealed one without its mark, in which the id of the first run is.
+CREATE FUNCTION {schema}.copied_payload(payload bytea) RETURNS bytea
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN CASE WHEN substr(payload, 1, 1) = '\\x00' THEN overlay(payload PLACING decode(repeat('00', 16), 'hex') FROM 3)
+                ELSE payload END;
+
 -- Which transactions a new run has seen the end of. Its own is never among them: a snapshot of Postgres has its own
 -- transaction as over as soon as a later one has ended.
 CREATE FUNCTION {schema}.snapshot() RETURNS pg_snapshot LANGUAGE plpgsql VOLATILE PARALLEL UNSAFE
@@ -51,11 +57,12 @@ END $$;
 CREATE FUNCTION {schema}.ended_after(xid xid8, seen pg_snapshot) RETURNS boolean LANGUAGE sql STABLE PARALLEL SAFE
     RETURN NOT pg_visible_in_snapshot(xid, seen) AND xid < pg_snapshot_xmax(pg_current_snapshot());
 
--- Whether two payloads are known to differ. Sealed ones are compared by their marks; a sealed and a plain one show
--- nothing. For the frame see `umt_durable/payloads.py`.
+-- Whether two payloads are known to differ. Sealed ones are compared by their marks; one without a mark shows nothing,
+-- nor do a sealed and a plain one. For the frame see `umt_durable/payloads.py`.
 CREATE FUNCTION {schema}.differ(a bytea, b bytea) RETURNS boolean LANGUAGE sql IMMUTABLE PARALLEL SAFE
     RETURN CASE WHEN substr(a, 1, 1) = '\\x00' AND substr(b, 1, 1) = '\\x00'
                 THEN substr(a, 3, 16) <> substr(b, 3, 16)
+                     AND decode(repeat('00', 16), 'hex') NOT IN (substr(a, 3, 16), substr(b, 3, 16))
                 WHEN substr(a, 1, 1) = '\\x00' OR substr(b, 1, 1) = '\\x00' THEN false
                 ELSE a IS DISTINCT FROM b END;
 """

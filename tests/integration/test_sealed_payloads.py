@@ -23,6 +23,7 @@ from umt_durable.engine.context import TaskContext
 from umt_durable.engine.outbox import OutboxClient
 from umt_durable.engine.outcomes import Finished, Parked
 from umt_durable.engine.retry import RetryPolicy
+from umt_durable.engine.tokens import Begun, Tokens, sign
 from umt_durable.errors import IdempotencyConflictError, OpConflictError, PayloadKeyError
 from umt_durable.payloads import Vault
 from umt_durable.settings import Settings
@@ -410,3 +411,40 @@ def test_a_sealed_run_takes_the_statements_of_a_plain_one(
         taken.append([counted[name] for name in (*of_runs, "read_result", "read_payload")])
 
     assert taken == [[1, 2, 1, 1, 1, 1, 1, 0, 0]] * 2
+
+
+def test_what_a_retry_has_of_its_run_contradicts_nothing_that_is_said_again(engines: Make) -> None:
+    engine, broken = engines(BOTH), [True]
+    tokens: list[str] = []
+    seen: list[str] = []
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> Any:
+        ordered = ctx.step.wait_for_fact("order").payload
+        reviewed = ctx.step.begin("review", on_created=tokens.append)
+        if broken[0]:
+            raise ValueError("broken")
+        return [ordered, reviewed, ctx.step.wait_for_fact("last").payload]
+
+    run_id, process = engine.start("t"), engine.process()
+    engine.client.signal(run_id, "order", CANARY)
+    process.deliver(run_id, "t")
+    engine.client.complete(tokens[0], CANARY)
+    process.deliver(run_id, "t")
+    broken[0] = False
+
+    again = engine.client.retry(run_id, actor="ann")
+    process.deliver(again, "t")
+    token = sign(Begun(again, 0, "review", 0), Tokens(engine.database, engine.settings).keys())
+    unsubscribe = telemetry.subscribe(lambda name, fields: seen.append(name))
+    engine.client.signal(again, "order", CANARY)
+    engine.route()
+    fact = engine.client.complete(token, CANARY)
+    unsubscribe()
+    engine.client.signal(again, "last", 1)
+
+    assert fact in {one.fact for one in engine.client.history(again).waits}
+    assert telemetry.Counter.CONTRADICTING_FACT not in seen
+    outcome = process.deliver(again, "t")
+    assert isinstance(outcome, Finished)
+    assert outcome.value == [CANARY, CANARY, 1]

@@ -473,7 +473,7 @@ w AS (
                  ELSE (SELECT g.state FROM {schema}.wait AS g WHERE g.run = w.run AND g.key = w.part_of) END) = 'satisfied'),
 f AS (
     INSERT INTO {schema}.fact (id, address, name, payload, actor, dedupe, at, routed_at)
-    SELECT {schema}.copied_fact(n.no, f.id), jsonb_build_array('run', n.id, f.name)::text, f.name, f.payload, f.actor, f.dedupe, f.at, {schema}.now()
+    SELECT {schema}.copied_fact(n.no, f.id), jsonb_build_array('run', n.id, f.name)::text, f.name, {schema}.copied_payload(f.payload), f.actor, f.dedupe, f.at, {schema}.now()
       FROM n, p, {schema}.fact AS f
      WHERE f.address >= p.old AND f.address < rtrim(p.old) || '!'
        AND (NOT starts_with(f.name, 'umt.')
@@ -539,7 +539,7 @@ w AS (
       FROM c),
 f AS (
     INSERT INTO {schema}.fact (id, address, name, payload, actor, dedupe, at, routed_at)
-    SELECT {schema}.copied_fact(n.no, f.id), jsonb_build_array('run', n.id, f.name)::text, f.name, f.payload, f.actor, f.dedupe, f.at, {schema}.now()
+    SELECT {schema}.copied_fact(n.no, f.id), jsonb_build_array('run', n.id, f.name)::text, f.name, {schema}.copied_payload(f.payload), f.actor, f.dedupe, f.at, {schema}.now()
       FROM n, {schema}.fact AS f
      WHERE f.id IN (SELECT fact FROM c WHERE is_own)),
 d AS (
