@@ -33,8 +33,8 @@ CREATE FUNCTION {schema}.copied_fact(run bigint, fact uuid) RETURNS uuid
 -- Its payload there: of a sealed one without its mark, in which the id of the first run is.
 CREATE FUNCTION {schema}.copied_payload(payload bytea) RETURNS bytea
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
-    RETURN CASE WHEN substr(payload, 1, 1) = '\\x00' THEN overlay(payload PLACING decode(repeat('00', 16), 'hex') FROM 3)
-                ELSE payload END;
+    RETURN CASE WHEN substr(payload, 1, 1) = '\\x00'
+                THEN overlay(payload PLACING decode(repeat('00', 16), 'hex') FROM 3) ELSE payload END;
 
 -- Which transactions a new run has seen the end of. Its own is never among them: a snapshot of Postgres has its own
 -- transaction as over as soon as a later one has ended.
