@@ -63,6 +63,7 @@ class Ledger:
         check_binding(self.binding)
         if isinstance(self.binding, str) and "://" not in self.binding:
             raise DefinitionError(f"the binding of a ledger is given itself, not by a name such as {self.binding!r}")
+        check_binding(self.binding)
         if self.name is None:
             raise DefinitionError("the name of a ledger is missing")
         texts.check("the name of a ledger", self.name)
@@ -76,6 +77,8 @@ def ledger_sql(schema: str = SCHEMA, *, role: str | None = None) -> str:
     Errors: ConfigurationError.
     """
     _check_schema(schema)
+    if role is not None and (not isinstance(role, str) or not role):
+        raise ConfigurationError(f"the role of a ledger is the name of a database role, not {role!r}")
     names = {"schema": sql.Identifier(schema), "schema_text": sql.Literal(schema)}
     text = sql.SQL(_DDL).format(**names).as_string(None)
     if role is not None:
@@ -91,6 +94,8 @@ def install_ledger(url: str, schema: str = SCHEMA, *, role: str | None = None) -
     DatabaseUnavailableError.
     """
     text = ledger_sql(schema, role=role)
+    if not isinstance(url, str):
+        raise ConfigurationError(f"the URL of the database of a ledger is text, not {type(url).__name__}")
     try:
         with psycopg.connect(libpq_url(url), connect_timeout=5, autocommit=True) as conn:
             conn.execute(text.encode())

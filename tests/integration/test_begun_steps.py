@@ -531,6 +531,20 @@ def test_a_key_that_is_too_short_is_refused(settings: Settings, keys: tuple[str,
         replace(settings, signing_keys=keys)
 
 
+@pytest.mark.parametrize("given", [3, "no such", "Unknown", [int]])
+def test_a_type_that_nothing_can_be_read_as_is_refused_before_anybody_has_a_token(
+    database: Database, settings: Settings, given: Any
+) -> None:
+    begun = Begun(database, settings, type=given)
+    run_id, outcome = begun.engine.run("t")
+
+    assert isinstance(outcome, Finished)
+    assert isinstance(outcome.error, DefinitionError)
+    assert "review" in str(outcome.error)
+    assert (begun.tokens, begun.client.history(run_id).waits) == ([], [])
+    begun.engine.close()
+
+
 # -- runs that take up another one ------------------------------------------------------------------------------------
 
 

@@ -252,6 +252,15 @@ def test_what_can_never_work_is_refused_before_anything_is_written(
     assert spread.engine.client.history(run_id).steps == []
 
 
+def test_a_key_that_is_no_function_is_refused_before_anything_is_written(spread: Spread) -> None:
+    spread.items, spread.key = [1], "id"  # type: ignore[assignment]  # as untyped code would
+    run_id = spread.engine.start("parent")
+    outcome = spread.deliver(run_id)
+    assert isinstance(outcome, Finished)
+    assert "step.map 'all': key is a function" in str(outcome.error)
+    assert spread.engine.client.history(run_id).steps == []
+
+
 def test_two_items_of_one_key_are_refused_before_anything_is_written(spread: Spread) -> None:
     spread.items, spread.key = [1, 2, 3], lambda item: item % 2
     run_id = spread.engine.start("parent")

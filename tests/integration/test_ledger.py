@@ -553,6 +553,10 @@ def test_an_effect_cannot_commit_in_another_database(engine: Engine, ledger: Led
         lambda: Ledger(None),
         lambda: Ledger("books"),
         lambda: Ledger(Ledger("postgresql://x")),
+        lambda: Ledger(3),
+        lambda: install_ledger(None),  # type: ignore[arg-type]
+        lambda: install_ledger("postgresql://x", role=""),
+        lambda: install_ledger("postgresql://x", role=3),  # type: ignore[arg-type]
         lambda: Ledger("postgresql://x", name=""),
         lambda: Ledger("postgresql://x", name="a\0b"),
         lambda: Ledger("postgresql://x", schema="x" * 64),
@@ -604,3 +608,15 @@ def test_a_step_of_a_run_that_takes_anothers_place_is_not_that_ones_step_of_the_
 
     assert isinstance(outcome, Finished)
     assert (outcome.value, booked(books)) == (4, [1, 2])
+
+
+def test_what_is_no_binding_is_refused_before_anything_is_written(engine: Engine) -> None:
+    @engine.task("t")
+    def body(ctx: TaskContext) -> None:
+        ctx.step.transaction("book", book, 1, on=3)
+
+    run_id, outcome = engine.run("t")
+
+    assert isinstance(outcome, Finished)
+    assert "int is no binding" in str(outcome.error)
+    assert engine.client.history(run_id).steps == []

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -15,6 +16,7 @@ from umt_durable.engine.replay import (
     StepKey,
     beside,
     branches_of,
+    former_names,
     is_patch,
     item_key,
 )
@@ -289,3 +291,9 @@ def test_f6_inserted_and_appended_steps_are_new_and_renamed_ones_are_orphans() -
 def test_an_empty_journal_has_no_orphans() -> None:
     assert Journal().orphans() == ()
     assert Journal().last_seq == 0
+
+
+@pytest.mark.parametrize("given", [3, "", ["charge", 3], ["charge", ""], {"charge": 1}])
+def test_what_is_no_former_name_is_refused(given: Any) -> None:
+    with pytest.raises(DefinitionError, match="renamed_from= takes the name"):
+        former_names(given)

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_origin
 
 from umt_durable.codec import plain, typed
 from umt_durable.codec.refusal import MAX_BYTES, Refusal
@@ -113,7 +113,10 @@ def check_annotation(annotation: object, *, where: str) -> None:
     """
     if isinstance(annotation, str):
         raise DefinitionError(f"{where}: a type is given itself, not by a name such as {annotation!r:.100}")
-    reason = None if annotation in _UNTYPED else typed.adapter_of(annotation)
+    try:
+        reason = None if annotation in _UNTYPED else typed.adapter_of(annotation)
+    except (DefinitionError, SyntaxError) as error:
+        raise DefinitionError(f"{where}: {error}") from None
     if isinstance(reason, str):
         raise DefinitionError(f"{where}: no payload can be read as {annotation!r:.100}: {reason}")
 

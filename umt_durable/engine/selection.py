@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Final
 
 from umt_durable.errors import DefinitionError, UnknownTaskError
 from umt_durable.states import OWN
+
+LONGEST_NUMBER: Final = 10
+"""How many digits a version has at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Selection:
 
 def _choice(text: str, there: list[tuple[str, int]]) -> Choice:
     name, at, number = text.partition("@")
-    is_number = number.isascii() and number.isdigit()
+    is_number = number.isascii() and number.isdigit() and len(number) <= LONGEST_NUMBER
     choice = Choice(text, name, int(number) if is_number else None)
     if (at and not is_number) or not any(choice.covers(*one) for one in there):
         raise UnknownTaskError(text, _texts(there))

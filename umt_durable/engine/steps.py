@@ -264,6 +264,6 @@ class Steps(WaitSteps, ParallelSteps):
             if name not in bindings:
                 raise DefinitionError(f"no binding named {name!r} is configured (known: {', '.join(sorted(bindings))})")
             on = bindings[name]
-        if not isinstance(on, Ledger):
+        if not isinstance(on, Ledger):  # which was checked when it was made
             check_binding(on)
         return on
