@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -543,6 +544,25 @@ def test_a_type_that_nothing_can_be_read_as_is_refused_before_anybody_has_a_toke
     assert "review" in str(outcome.error)
     assert (begun.tokens, begun.client.history(run_id).waits) == ([], [])
     begun.engine.close()
+
+
+async def sends_later(given: object) -> None:
+    """Stand for a function that hands something out, if it is awaited."""
+
+
+@pytest.mark.parametrize("given", [sends_later, partial(sends_later), 3, "send"])
+@pytest.mark.parametrize("verb", ["begin", "wait_for_fact"])
+def test_what_would_hand_nothing_out_is_refused_before_anything_is_written(begun: Begun, verb: str, given: Any) -> None:
+    @begun.engine.task("asks")
+    def asks(ctx: TaskContext) -> Any:
+        return getattr(ctx.step, verb)("review", on_created=given)
+
+    run_id, outcome = begun.engine.run("asks")
+
+    assert isinstance(outcome, Finished)
+    assert isinstance(outcome.error, DefinitionError)
+    assert "'review': on_created " in str(outcome.error)
+    assert begun.client.history(run_id).waits == []
 
 
 # -- runs that take up another one ------------------------------------------------------------------------------------

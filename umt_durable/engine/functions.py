@@ -15,5 +15,6 @@ def check_function(where: str, label: str, function: Any, *, plain: bool = False
     """
     if not callable(function):
         raise DefinitionError(f"{where}: {label} must be a function, not {function!r:.100}")
-    if plain and inspect.iscoroutinefunction(function):
+    called = getattr(function, "__call__", None)  # noqa: B004 - of an object that is called, its method
+    if plain and (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)):
         raise DefinitionError(f"{where}: {label} is a coroutine function; give a plain one")
