@@ -6,7 +6,7 @@ import hashlib
 import inspect
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final, get_origin
+from typing import TYPE_CHECKING, Any, Final
 
 from umt_durable.codec import plain, typed
 from umt_durable.codec.refusal import MAX_BYTES, Refusal

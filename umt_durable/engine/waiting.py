@@ -24,7 +24,6 @@ from umt_durable.engine.waitables import (
     FactWait,
     PollPolicy,
     Timer,
-    check_hand_out,
     check_limit,
     check_poll,
 )
@@ -51,8 +50,6 @@ class Wait:
     default: Any = MISSING
 
     def __post_init__(self) -> None:
-        if self.on_created is not None:
-            check_hand_out(f"wait {self.fact.name!r}", self.on_created)
         check_limit(self.fact.name, "timeout", self.timeout)
         check_poll(self.fact.name, self.poll)
         if self.on_created is not None:
