@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from umt_durable.engine.parallel import ItemFailure
     from umt_durable.engine.registry import TaskDefinition, TaskRegistry
     from umt_durable.engine.retry import RetryAfter, RetryPolicy
+    from umt_durable.engine.undoing import undo
     from umt_durable.engine.waitables import Fact, FactAddress, FactWait, PollPolicy, Timer
     from umt_durable.errors import (
         AutocommitError,
@@ -144,6 +145,7 @@ __all__ = [
     "TokenError",
     "UncertainOpError",
     "UncertainStepError",
+    "UndoError",
     "Unknown",
     "UnknownEventError",
     "UnknownOpError",
@@ -161,6 +163,7 @@ __all__ = [
     "install_ledger",
     "ledger_sql",
     "migrate_engine_schema",
+    "undo",
     "with_attempt_token",
 ]
 
@@ -178,6 +181,7 @@ _HOMES: Final = {
     "engine.awaiting": ("TaskInfo",),
     "engine.registry": ("TaskDefinition", "TaskRegistry"),
     "engine.retry": ("RetryAfter", "RetryPolicy"),
+    "engine.undoing": ("undo",),
     "engine.waitables": ("Fact", "FactAddress", "FactWait", "PollPolicy", "Timer"),
     "ledger": ("Ledger", "install_ledger", "ledger_sql"),
     "migrate": ("migrate_engine_schema",),

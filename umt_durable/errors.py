@@ -28,6 +28,7 @@
     ├── OpFailedError                 a person said that an effect was not applied and will not be
     ├── OpStateError                  a person decides about an op that is done, or being executed
     ├── UncertainOpError              nobody can say whether an effect was applied: a person has to
+    ├── UndoError                     a step could not be undone: its run is parked for a person
     ├── UnknownOpError
     ├── NotAppliedError               raise it (or a subclass) to say that an effect was certainly not applied
     ├── FencingError                  a write came after the grant it was made under had ended
@@ -295,6 +296,15 @@ class UncertainOpError(DurableError):
             f" result), or with `--not-done` (it was not: call it again) or `--failed TEXT` instead ({FOR_APPS}):"
             f" {reason}"
         )
+
+
+class UndoError(DurableError):
+    """A step could not be undone; its run is parked until a person has it go on."""
+
+    def __init__(self, step: str, reason: str) -> None:
+        self.step = step
+        self.reason = reason
+        super().__init__(f"step {step!r} could not be undone: {reason}")
 
 
 class UnknownOpError(DurableError):

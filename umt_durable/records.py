@@ -27,8 +27,8 @@ class Token:
 class Grant:
     """What a claim gives: the token, and the run as the attempt needs it.
 
-    Shape: `generation` counts how often the run was continued as new; `age_seconds` is the time since the run was made,
-    `generation_seconds` that since it was last continued.
+    Shape: `compensates`: it is for the undos alone. `generation` counts how often the run was continued as new;
+    `age_seconds` is the time since the run was made, `generation_seconds` that since it was last continued.
     """
 
     token: Token
@@ -45,6 +45,7 @@ class Grant:
     queue: str | None = None
     generation: int = 0
     generation_seconds: float = 0.0
+    compensates: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,7 @@ class StepEntry:
     finished_at: datetime | None = None
     age_seconds: float | None = None
     size: int | None = None
+    undo: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +226,10 @@ class FactRecord:
 
 @dataclass(frozen=True, slots=True)
 class LockedRun:
-    """Where a run stands, while the caller holds its row lock."""
+    """Where a run stands, while the caller holds its row lock.
+
+    Shape: `compensates`: a cancel has come that has what was done undone first.
+    """
 
     no: RunNo
     id: str
@@ -236,6 +241,7 @@ class LockedRun:
     due: bool
     expired: bool
     parent_no: int | None
+    compensates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,17 +355,19 @@ class Run:
     fork_of: str | None = None
     generation: int = 0
     continued_at: datetime | None = None
+    compensate_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RetriedRun:
-    """A run that somebody wants to be retried."""
+    """A run that somebody wants to be retried; of a `compensated` one what it had done was undone."""
 
     no: RunNo
     id: str
     nesting: int
     state: RunState
     envelope: bytes | None
+    compensated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +384,7 @@ class ForkedRun:
     state: RunState
     envelope: bytes | None
     seq: int | None
+    compensated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

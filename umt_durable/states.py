@@ -80,6 +80,7 @@ class Reason(StrEnum):
     JOURNAL_CORRUPT = "journal_corrupt"
     UNCERTAIN_OP = "uncertain_op"
     PAYLOAD_KEY = "payload_key"
+    UNDO = "undo"
 
 
 class AttemptOutcome(StrEnum):
@@ -113,6 +114,7 @@ class StepKind(StrEnum):
     TASK = "task"  # an ordinary Celery task, awaited
     CALL = "call"  # child runs, awaited
     SPAWN = "spawn"  # a child run, not awaited
+    UNDO = "undo"  # of another step, after a cancel that asked for it
 
 
 class OpState(StrEnum):

@@ -127,8 +127,10 @@ BEGIN
         name, key, {schema}.check_payload('payload', payload), actor, dedupe, gen_random_uuid());
 END $$;
 
--- Ask that a run end as cancelled; the id of the fact that says so. One that has ended stays as it is.
-CREATE FUNCTION {schema}.cancel(run text, reason text DEFAULT NULL, actor text DEFAULT NULL) RETURNS uuid
+-- Ask that a run end as cancelled; the id of the fact that says so. One that has ended stays as it is. With `compensate`
+-- the undos of what it has done are executed first.
+CREATE FUNCTION {schema}.cancel(
+    run text, reason text DEFAULT NULL, actor text DEFAULT NULL, compensate boolean DEFAULT false) RETURNS uuid
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     fact uuid;
@@ -139,7 +141,10 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
     fact := {schema}.signal_run(
-        run, 'umt.cancel', convert_to(jsonb_build_object('reason', reason)::text, 'UTF8'), actor, NULL, gen_random_uuid());
+        run, 'umt.cancel',
+        convert_to((jsonb_build_object('reason', reason)
+                    || CASE WHEN compensate THEN '{"compensate": true}'::jsonb ELSE '{}'::jsonb END)::text, 'UTF8'),
+        actor, NULL, gen_random_uuid());
     IF fact IS NULL THEN
         RAISE EXCEPTION 'no run with id %', quote_nullable(run) USING ERRCODE = 'no_data_found';
     END IF;
@@ -152,13 +157,13 @@ CREATE FUNCTION {schema}.lookup(
     OUT state text, OUT reason text, OUT paused_at timestamptz, OUT failures int, OUT crashes int,
     OUT wake_at timestamptz, OUT cancel_at timestamptz, OUT ref text, OUT attributes jsonb, OUT result bytea,
     OUT error bytea, OUT codec smallint, OUT created_at timestamptz, OUT finished_at timestamptz, OUT retry_of text,
-    OUT fork_of text, OUT generation int, OUT continued_at timestamptz)
+    OUT fork_of text, OUT generation int, OUT continued_at timestamptz, OUT compensate_at timestamptz)
     RETURNS SETOF record LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 BEGIN ATOMIC
     SELECT r.id, r.no, r.nesting, r.task, r.version, r.queue, r.priority, r.state, r.reason, r.paused_at, r.failures,
            r.crashes, r.wake_at, r.cancel_at, r.ref, r.attributes, r.result, r.error, r.codec, r.created_at,
            r.finished_at, (SELECT o.id FROM {schema}.run AS o WHERE o.no = r.retry_of),
-           (SELECT o.id FROM {schema}.run AS o WHERE o.no = r.fork_of), r.generation, r.continued_at
+           (SELECT o.id FROM {schema}.run AS o WHERE o.no = r.fork_of), r.generation, r.continued_at, r.compensate_at
       FROM {schema}.run AS r WHERE r.id = lookup.id ORDER BY r.nesting DESC LIMIT 1;
 END;
 
@@ -167,7 +172,7 @@ CREATE VIEW {schema}.run_view AS
            r.crashes, r.wake_at, r.cancel_at, r.ref, r.attributes, r.created_at, r.finished_at, r.worker, r.deliver_by,
            r.redelivers, r.expires_at, r.parent_no, r.parent_key,
            (SELECT o.id FROM {schema}.run AS o WHERE o.no = r.retry_of) AS retry_of,
-           (SELECT o.id FROM {schema}.run AS o WHERE o.no = r.fork_of) AS fork_of, r.generation, r.continued_at
+           (SELECT o.id FROM {schema}.run AS o WHERE o.no = r.fork_of) AS fork_of, r.generation, r.continued_at, r.compensate_at
       FROM {schema}.run AS r;
 
 -- Of a failed attempt the type of what was raised, without its text; of a lost one why it counts as lost.
@@ -177,7 +182,7 @@ CREATE VIEW {schema}.attempt_view AS
       FROM {schema}.attempt;
 
 CREATE VIEW {schema}.step_view AS
-    SELECT run, key, seq, kind, state, failures, fence, wake_at, started_at, finished_at FROM {schema}.step;
+    SELECT run, key, seq, kind, state, failures, fence, wake_at, started_at, finished_at, undo FROM {schema}.step;
 
 CREATE VIEW {schema}.wait_view AS
     SELECT run, key, seq, name, address, mode, deadline, state, fact, part_of, need, created_at, settled_at

@@ -96,6 +96,8 @@ CREATE TABLE {schema}.run (
     deadline         timestamptz,
     attempt_deadline timestamptz,
     cancel_at        timestamptz,
+    compensate_at    timestamptz,
+    compensate_reason text,
     parent_no        bigint,
     parent_key       text,
     retry_of         bigint,
@@ -173,6 +175,7 @@ CREATE TABLE {schema}.step (
     wake_at     timestamptz,
     started_at  timestamptz,
     finished_at timestamptz,
+    undo        text,
     CONSTRAINT step_pkey PRIMARY KEY (run, key)
 );
 
@@ -342,6 +345,13 @@ FUNCTIONS = """
 CREATE FUNCTION {schema}.queue_of(task text) RETURNS text LANGUAGE sql STABLE PARALLEL SAFE
     RETURN (SELECT w.queues ->> task FROM {schema}.worker AS w
              WHERE w.lease_until > {schema}.now() AND w.queues ? task ORDER BY w.started_at DESC, w.id LIMIT 1);
+
+-- Whether a run has recorded steps whose undo is not recorded.
+CREATE FUNCTION {schema}.has_undos(run bigint) RETURNS boolean LANGUAGE sql STABLE PARALLEL SAFE
+    RETURN EXISTS (SELECT 1 FROM {schema}.step AS s
+                    WHERE s.run = has_undos.run AND s.state = 'done' AND s.undo IS NOT NULL
+                      AND NOT EXISTS (SELECT 1 FROM {schema}.step AS u
+                                       WHERE u.run = s.run AND u.key = 'umt.undo/' || s.key AND u.state = 'done'));
 
 -- Whether a ready run of a task, in a queue, has to wait for somebody who resumes one of them. This package's own
 -- tasks, which bring answers, do not wait for a queue.

@@ -75,10 +75,18 @@ class AsyncVerbs:
         )
 
     async def acancel(
-        self, run_id: str, *, reason: str | None = None, conn: object = None, actor: str | None = None
+        self,
+        run_id: str,
+        *,
+        reason: str | None = None,
+        conn: object = None,
+        actor: str | None = None,
+        compensate: bool = False,
     ) -> UUID:
         """Ask that a run end as cancelled; see `Client.cancel`."""
-        return await in_thread(lambda own: self.client.cancel(run_id, reason=reason, conn=own, actor=actor), conn)
+        return await in_thread(
+            lambda own: self.client.cancel(run_id, reason=reason, conn=own, actor=actor, compensate=compensate), conn
+        )
 
     async def aretry(
         self, run_id: str, *, actor: str, reason: str | None = None, version: int | None = None, conn: object = None

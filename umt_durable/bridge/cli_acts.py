@@ -20,18 +20,26 @@ STANDING: Final = [RunState.QUARANTINED, RunState.FAILED, RunState.CANCELLED]
 @click.command()
 @filters
 @click.option("--reason", metavar="TEXT", help="Kept with the run.")
+@click.option("--compensate", is_flag=True, help="Execute the undos of what it has done first.")
 @actor_option
 @json_option
 @click.pass_context
 def cancel(
-    ctx: click.Context, /, run_id: str | None, reason: str | None, who: str, as_json: bool, **given: Any
+    ctx: click.Context,
+    /,
+    run_id: str | None,
+    reason: str | None,
+    compensate: bool,
+    who: str,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Ask that a run end as cancelled.
 
     A parked or waiting run ends at once, a running one at its next step; a run that has ended stays as it is.
     """
     durable, which = checked(ctx), chosen(run_id, given)
-    cancel_one = partial(durable.client.cancel, reason=reason, actor=who)
+    cancel_one = partial(durable.client.cancel, reason=reason, actor=who, compensate=compensate)
     if which is not None:
         do_to_many(durable, Act("cancel", cancel_one, LIVE), which, as_json=as_json)
         return
@@ -45,7 +53,8 @@ def cancel(
     if as_json:
         emit(run_document(run), [], as_json=True)
     else:
-        say(f"{run_id} {run.state}" if run.state.is_terminal else f"{run_id} {run.state}, will end at its next step")
+        later = "will be undone and end" if run.compensate_at else "will end at its next step"
+        say(f"{run_id} {run.state}" if run.state.is_terminal else f"{run_id} {run.state}, {later}")
 
 
 @click.command()

@@ -256,6 +256,8 @@ def state_of(run: Run) -> str:
     """Return where a run stands, as people read it."""
     marks = [f"({run.reason})" if run.reason else "", "paused" if run.paused_at and not run.state.is_terminal else ""]
     asked = "cancel asked" if run.cancel_at and not run.state.is_terminal else ""
+    if run.compensate_at:
+        asked = "undone" if run.state.is_terminal else asked or "undoing"
     return " ".join(filter(None, [str(run.state), *marks, asked]))
 
 

@@ -241,9 +241,17 @@ class Durable(AsyncVerbs, PauseVerbs):
         """Say a fact under a name and key; see `Client.emit`."""
         return self.client.emit(name, key, payload, conn=conn, actor=actor, dedupe=dedupe)
 
-    def cancel(self, run_id: str, *, reason: str | None = None, conn: object = None, actor: str | None = None) -> UUID:
+    def cancel(
+        self,
+        run_id: str,
+        *,
+        reason: str | None = None,
+        conn: object = None,
+        actor: str | None = None,
+        compensate: bool = False,
+    ) -> UUID:
         """Ask that a run end as cancelled; see `Client.cancel`."""
-        return self.client.cancel(run_id, reason=reason, conn=conn, actor=actor)
+        return self.client.cancel(run_id, reason=reason, conn=conn, actor=actor, compensate=compensate)
 
     def retry(
         self, run_id: str, *, actor: str, reason: str | None = None, version: int | None = None, conn: object = None

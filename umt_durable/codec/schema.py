@@ -159,6 +159,20 @@ def return_annotation(function: Callable[..., object]) -> object:
     return cached
 
 
+def first_annotation(function: Callable[..., object]) -> object:
+    """Give the resolved annotation of a function's first parameter, EMPTY when it has none.
+
+    Errors: DefinitionError when it names something that is not defined.
+    """
+    try:
+        first = next(iter(inspect.signature(function).parameters.values()), None)
+    except ValueError:  # a builtin that does not tell what it takes
+        return EMPTY
+    if first is None or first.annotation is inspect.Parameter.empty:
+        return EMPTY
+    return _resolve(function, first.annotation, f"parameter {first.name!r} of {getattr(function, '__qualname__', '')}")
+
+
 def _validate(value: object, annotation: object) -> object:
     adapter = adapter_or_none(annotation)
     return value if adapter is None else typed.validate(value, adapter)

@@ -17,6 +17,7 @@ from umt_durable.engine.parallelsteps import Call, DurableFunction, Key
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.steps import Steps
+from umt_durable.engine.undoing import Undo
 from umt_durable.engine.waitables import Fact, Waitable
 from umt_durable.errors import DurableError
 
@@ -56,9 +57,10 @@ class AsyncSteps:
         retry: RetryPolicy | None = None,
         preemptible: bool = False,
         renamed_from: str | Sequence[str] | None = None,
+        undo: Undo | None = None,
     ) -> AsyncSteps:
         """Return these steps with options for the call that follows; see `Steps.options`."""
-        steps = self._steps.options(key=key, retry=retry, preemptible=preemptible, renamed_from=renamed_from)
+        steps = self._steps.options(key=key, retry=retry, preemptible=preemptible, renamed_from=renamed_from, undo=undo)
         return AsyncSteps(self._pass, steps)
 
     @overload

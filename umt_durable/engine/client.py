@@ -172,15 +172,26 @@ class Client(Completing, Access):
         data = codec.encode(payload, codec.EMPTY, where=f"the payload of signal {name!r}").data
         return self._say(run_id, name, data, conn=conn, actor=actor, dedupe=dedupe)
 
-    def cancel(self, run_id: str, *, reason: str | None = None, conn: object = None, actor: str | None = None) -> UUID:
+    def cancel(
+        self,
+        run_id: str,
+        *,
+        reason: str | None = None,
+        conn: object = None,
+        actor: str | None = None,
+        compensate: bool = False,
+    ) -> UUID:
         """Ask that a run end as cancelled, and return the id of the fact that says so.
 
         A parked or waiting run ends at once (with `conn`: when a router sees the caller's commit), a running one at its
-        next step; a terminal one is left as it is.
+        next step; a terminal one is left as it is. With `compensate` the recorded steps that were declared with an
+        undo are undone before that, the last one first, by a worker. The first cancel of a run decides how it ends.
         Errors: UnknownRunError; DefinitionError for an actor or reason that cannot be stored.
         """
         check_reason(reason)
-        return self._say(run_id, Kind.CANCEL.fact, _because(reason), conn=conn, actor=actor, dedupe=None)
+        return self._say(
+            run_id, Kind.CANCEL.fact, _because(reason, compensate=compensate), conn=conn, actor=actor, dedupe=None
+        )
 
     def retry(
         self,
@@ -206,6 +217,7 @@ class Client(Completing, Access):
         who = None if conn is None else caller(conn)
         found = self._to_retry(_checked(run_id), who)
         while found is not None and found.state in (RunState.FAILED, RunState.CANCELLED):
+            forking.check_kept(found)
             again = str(uuid5(NAMESPACE, json.dumps(["retry", found.id, found.nesting])))
             after = self._to_retry(again, who)
             if after is None:
@@ -249,6 +261,7 @@ class Client(Completing, Access):
         found = self._to_fork(id, from_step, who)
         if found is None:
             raise UnknownRunError(run_id)
+        forking.check_kept(found)
         forking.check_found(found, from_step)
         parameters = runs.fork_parameters(
             found,
@@ -523,9 +536,11 @@ def _check_run(new: NewRun) -> None:
         texts.check_json("attributes", json.loads(new.attributes))
 
 
-def _because(reason: str | None, *, version: int | None = None) -> bytes:
+def _because(reason: str | None, *, version: int | None = None, compensate: bool = False) -> bytes:
     """Return the payload of a fact that asks something of a run."""
-    asked = {"reason": reason} if version is None else {"reason": reason, "version": version}
+    asked: dict[str, object] = {"reason": reason} if version is None else {"reason": reason, "version": version}
+    if compensate:
+        asked["compensate"] = True
     return json.dumps(asked).encode()
 
 

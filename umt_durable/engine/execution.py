@@ -17,8 +17,9 @@ from umt_durable.database import Database
 from umt_durable.engine import failures
 from umt_durable.engine.async_context import AsyncSteps, AsyncTaskContext
 from umt_durable.engine.attempt import Attempt
+from umt_durable.engine.compensating import undo_all
 from umt_durable.engine.context import RunContext, TaskContext, _current
-from umt_durable.engine.exits import Canceled, ContinuedAsNew, Exit, Released, Replaced, Suspended, Undecided
+from umt_durable.engine.exits import Abandoned, Canceled, ContinuedAsNew, Exit, Released, Replaced, Suspended, Undecided
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.loops import drive
 from umt_durable.engine.outcomes import Continued, Delivery, Dropped, Finished, Outcome, Parked, Superseded
@@ -92,6 +93,12 @@ class Execution:
     def run(self) -> Outcome:
         """Execute what was granted, or hand it over when this process shuts down."""
         try:
+            return self._run_or_hand_over()
+        except Canceled:
+            return self._begin_undoing()
+
+    def _run_or_hand_over(self) -> Outcome:
+        try:
             return self._run()
         except Released as how:
             return self._hand_over(str(how))
@@ -112,10 +119,13 @@ class Execution:
         except (PayloadKeyError, JournalCorruptError) as error:
             return self._quarantine(_unreadable(error), error)
         except (DecodingError, EncodingError, InputError) as error:
-            if isinstance(error, InputError) and not self._definition.checks_calls:
+            is_plain = not (self._definition.checks_calls or self._grant.compensates)
+            if isinstance(error, InputError) and is_plain:
                 return self._fail(TypeError(str(error)))  # as of the call itself, a class that any caller can rebuild
             return self._quarantine(Reason.BAD_INPUT, error)
         the_pass = self._prepare(args, kwargs)
+        if self._grant.compensates:
+            return self._undo(the_pass)
         try:
             self._attempt.prove()  # a body without steps is one step: it is entered on a proof as young as any
         except Canceled:
@@ -127,6 +137,43 @@ class Execution:
         except Exit as how:
             return self._left(the_pass, how)
         return self._settle(the_pass, None, value)
+
+    def _undo(self, the_pass: Pass) -> Outcome:
+        """Undo what this run has done, instead of going on with it; then end it as cancelled."""
+        token = _current.set(TaskContext(the_pass, Steps(the_pass)))
+        try:
+            undo_all(the_pass, the_pass.recorded)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run must not end before it is undone
+            reason = Reason.UNDO if the_pass.fatal is None else _unreadable(the_pass.fatal)
+            return self._quarantine(reason, error)
+        except Exit as how:
+            return self._left(the_pass, how)
+        finally:
+            _current.reset(token)
+        return self._finish(RunState.CANCELLED)
+
+    def _begin_undoing(self) -> Outcome:
+        """End the grant of a run that was cancelled and has something to undo, with the run ready for that.
+
+        The cancel is no part of this grant any more: whoever claims the run next does nothing but undo.
+        """
+        token, deliver = self._grant.token, self._settings.deliver_seconds
+
+        def begin(guard: Guard) -> bool | None:
+            with guard.conn.transaction():
+                if runs.lock_grant(guard) is None:
+                    return None
+                begun = runs.compensate(
+                    guard.conn, token.run, deliver_seconds=deliver, outcome=AttemptOutcome.CANCELLED
+                )
+            return begun or None
+
+        try:
+            self._attempt.end(begin, ended_as=(AttemptOutcome.CANCELLED,))
+        except Canceled:  # there was nothing to undo after all: whoever takes the run over ends it
+            raise Abandoned("its cancel could not be applied", fenced=False) from None
+        self._database.notify()
+        return Dropped("the run is cancelled; what it has done is undone first")
 
     def _pin_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Settle what a run that SQL started with a key was given, as its task reads it: starts are compared to that.

@@ -9,7 +9,7 @@ from umt_durable import texts
 from umt_durable.engine.replay import branches_of
 from umt_durable.errors import DefinitionError, UnknownStepError, WrongStatusError
 from umt_durable.payloads import plain
-from umt_durable.records import ForkedRun
+from umt_durable.records import ForkedRun, RetriedRun
 from umt_durable.states import RunState
 
 NOT_RETRIED: Final = frozenset({"chord", "group", "group_index", "eta", "expires", "retries"})
@@ -46,6 +46,15 @@ def check_version(version: object) -> None:
         return
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version < 2**31:
         raise DefinitionError(f"version: versions count from 1, not {version!r:.100}")
+
+
+def check_kept(found: RetriedRun | ForkedRun) -> None:
+    """Refuse a run whose steps are undone, or are to be: what it has recorded is no state to go on from.
+
+    Errors: WrongStatusError.
+    """
+    if found.compensated:
+        raise WrongStatusError(found.id, found.state, "what it had done is undone; start a new run instead")
 
 
 def check_found(found: ForkedRun, from_step: str) -> None:

@@ -95,6 +95,7 @@ class Pass:
         self.bindings = bindings
         self.op_namespace = op_namespace
         self.tokens = tokens
+        self.recorded = list(entries)
         self.journal = Journal(entries)
         self.waits = {entry.key: entry for entry in wait_entries}
         self._body = Branch()

@@ -17,8 +17,9 @@ from umt_durable.engine.attempt import AlreadyRecordedError
 from umt_durable.engine.exits import Canceled, Exit
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.passing import IN_PROCESS_SECONDS, LONGEST, Pass
-from umt_durable.engine.replay import beside, check_digest
+from umt_durable.engine.replay import beside, check_digest, undo_key
 from umt_durable.engine.retry import RetryPolicy
+from umt_durable.engine.undoing import Undo, name_of
 from umt_durable.errors import DefinitionError, DurableError, EncodingError, JournalCorruptError, NonDeterminismError
 from umt_durable.failpoints import point
 from umt_durable.records import StepEntry
@@ -31,14 +32,23 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """What `step.options(...)` sets for the next step: its explicit key, its retry policy, how its coroutine ends, and
-    what it was called before.
+    """What `step.options(...)` sets for the next step: its explicit key, its retry policy, how its coroutine ends,
+    what it was called before, and what undoes it.
     """
 
     key: str | int | UUID | None = None
     retry: RetryPolicy | None = None
     preemptible: bool = False
     renamed_from: tuple[str, ...] = ()
+    undo: Undo | None = None
+
+    def refuse_undo(self, what: str) -> None:
+        """Refuse `undo=` for a step that cannot have it.
+
+        Errors: DefinitionError.
+        """
+        if self.undo is not None:
+            raise DefinitionError(f"{what}: undo= is for step.run and step.transaction alone")
 
     def refuse_renaming(self, what: str, why: str) -> None:
         """Refuse `renamed_from=` for a step that cannot have it.
@@ -111,11 +121,16 @@ class Recorder:
             text, recorded = self._look_up(text, kind, fingerprint)
         except JournalCorruptError as error:
             the_pass.condemn(error)
+        undo = self._options.undo
+        if undo is not None:
+            if kind not in (StepKind.RUN, StepKind.TRANSACTION):
+                self._options.refuse_undo(f"step {name!r}")
+            undo_key(text)  # its own key must fit too
         if kind is not StepKind.BRANCH or (recorded is not None and recorded.state is not StepState.STARTED):
             the_pass.saw(text)  # what a branch did that has not ended still lies ahead
         if recorded is None:
-            return journal.Entry(text, the_pass.next_seq(), kind, fingerprint), None
-        return journal.Entry(text, recorded.seq, kind, fingerprint, recorded.failures), recorded
+            return journal.Entry(text, the_pass.next_seq(), kind, fingerprint, undo=name_of(undo)), None
+        return journal.Entry(text, recorded.seq, kind, fingerprint, recorded.failures, name_of(undo)), recorded
 
     def _look_up(self, text: str, kind: StepKind, fingerprint: bytes | None) -> tuple[str, StepEntry | None]:
         """Find what is recorded under a key, or beside it, where the run goes on past another step under that key."""

@@ -23,6 +23,9 @@ MAX_KEY_BYTES: Final = 1000
 PATCH: Final = "ctx.patched"
 """The name of the steps that say whether a run has a patch; code that asks no more does not miss them."""
 
+UNDO: Final = "umt.undo/"
+"""How the keys of undos begin; the key of the step that is undone follows."""
+
 _SPECIAL = re.compile(r"[\\#\[]")
 _SPECIAL_IN_KEY = re.compile(r"[\\\]]")
 _FORM = re.compile(
@@ -51,6 +54,8 @@ class StepKey:
 
         Errors: DefinitionError when the journal could not store it.
         """
+        if isinstance(self.name, str) and self.name.startswith(UNDO):
+            raise DefinitionError(f"step {self.name!r}: names that begin with {UNDO} are those of undos")
         if not isinstance(self.name, str) or not self.name:
             raise DefinitionError(f"a step needs a name, which comes first: text that is not empty, not {self.name!r}")
         name = _SPECIAL.sub(r"\\\g<0>", self.name)
@@ -112,6 +117,14 @@ def former_names(given: str | Sequence[str] | None) -> tuple[str, ...]:
         if not isinstance(name, str) or not name:
             raise DefinitionError(f"renamed_from= takes the name that a step had before, or several, not {given!r}")
     return tuple(names)
+
+
+def undo_key(key: str) -> str:
+    """Give the key of the undo of a step, whose own key is given.
+
+    Errors: DefinitionError when the journal could not store it.
+    """
+    return _storable(UNDO + key)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

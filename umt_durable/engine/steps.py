@@ -24,6 +24,7 @@ from umt_durable.engine.replay import former_names
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.sleeping import Sleep, sleep
 from umt_durable.engine.txstep import run_in_transaction, step_record
+from umt_durable.engine.undoing import Undo
 from umt_durable.engine.waitsteps import WaitSteps
 from umt_durable.errors import DefinitionError
 from umt_durable.ledger import Ledger
@@ -51,22 +52,25 @@ class Steps(WaitSteps, ParallelSteps):
         retry: RetryPolicy | None = None,
         preemptible: bool = False,
         renamed_from: str | Sequence[str] | None = None,
+        undo: Undo | None = None,
     ) -> Steps:
         """Return these steps with options for the call that follows.
 
         Shape: `key` tells same-named steps apart whatever their order; `retry` replaces the task's policy;
         `preemptible` has a coroutine cancelled as soon as the body should stop (a cancel, a lost lease, a shutdown),
         where a plain function is let finish. `renamed_from` is what earlier code called the step, or several such
-        names: runs that have recorded it under one of them find it there.
-        Errors: DefinitionError, here for what is no policy or no name, at the call for an old name that two steps have
-        at once.
+        names: runs that have recorded it under one of them find it there. `undo`, declared by the decorator of that
+        name, is given the result of a `run` or `transaction` step when a cancel with `compensate=True` has it undone.
+        Errors: DefinitionError, here for what is no policy, no name or no undo, at the call for an old name that two
+        steps have at once.
         """
         if retry is not None and not isinstance(retry, RetryPolicy):
             raise DefinitionError(f"retry: a RetryPolicy, such as RetryPolicy.NETWORK, not {retry!r:.100}")
+        if undo is not None and not isinstance(undo, Undo):
+            raise DefinitionError(f"undo: a function declared with @undo, not {undo!r:.100}")
         former = former_names(renamed_from)
-        return Steps(
-            self._pass, replace(self._options, key=key, retry=retry, preemptible=preemptible, renamed_from=former)
-        )
+        chosen = replace(self._options, key=key, retry=retry, preemptible=preemptible, renamed_from=former, undo=undo)
+        return Steps(self._pass, chosen)
 
     @overload
     def run(self, name: str, fn: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs) -> R: ...

@@ -91,6 +91,7 @@ class WaitSteps:
         recorded and never changes.
         """
         self._pass.check()
+        self._options.refuse_undo(f"wait {name!r}")
         self._options.refuse_renaming(f"wait {name!r}", _SAID)
         fact = FactWait(name, key=key, check=check, mode=mode, type=type)
         wait = Wait(fact=fact, timeout=timeout, poll=poll, on_created=on_created, default=default)
@@ -134,6 +135,7 @@ class WaitSteps:
         of `type`; each recorded. ConfigurationError without a key to sign with, before anything is written.
         """
         self._pass.check()
+        self._options.refuse_undo(f"step {name!r}")
         self._options.refuse_renaming(f"step {name!r}", "its token names the step as it was begun")
         step = Beginning(name=name, on_created=on_created, type=type, timeout=timeout)
         return begin(self._pass, step, step_key=self._options.key)
@@ -193,6 +195,7 @@ class WaitSteps:
         poll: timedelta | PollPolicy | None,
     ) -> list[Fact[Any]]:
         self._pass.check()
+        self._options.refuse_undo(f"step.{verb}")
         self._options.refuse_renaming(f"step.{verb}", "it has no name of its own; key= tells several apart")
         parts = read_waitables(verb, given)
         if need is None and not parts:

@@ -92,12 +92,18 @@ def _lock_highest(conn: Connection, run_id: str) -> LockedRun | None:
 
 
 def _cancel(conn: Connection, settings: Settings, fact: FactRecord, locked: LockedRun) -> Effect:
-    """End a run that nobody owns, or ask its owner to."""
+    """End a run that nobody owns, or ask its owner to; where that is asked for, what it has done is undone first."""
     reason = reason_in(fact.payload)
     if fact.actor is not None:
         _record(conn, fact, Kind.CANCEL, locked, f"was {locked.state}")
+    if locked.compensates:
+        return Effect.NONE  # how the run ends was fixed by the cancel before
+    compensates = _asked_in(fact.payload).get("compensate") is True
     if locked.state is RunState.RUNNING:
-        return Effect.ASKED if runs.flag_cancel(conn, locked.no, reason=reason) else Effect.NONE
+        asked = runs.flag_cancel(conn, locked.no, reason=reason, compensate=compensates)
+        return Effect.ASKED if asked else Effect.NONE
+    if compensates and runs.compensate(conn, locked.no, reason=reason, deliver_seconds=settings.deliver_seconds):
+        return Effect.WOKEN
     ended = runs.cancel_parked(conn, locked.no, reason=reason, repair_seconds=2 * settings.lease_seconds)
     return Effect.CANCELLED if ended else Effect.NONE
 

@@ -222,6 +222,10 @@ def _take_over(database: Database, settings: Settings, candidate: Candidate, cau
             return None
         is_to_be_cancelled, state = ended
         if is_to_be_cancelled:
+            # An owner that is not known to be dead may enter a body on a proof it has: the undos come after that.
+            deliver, delay = settings.deliver_seconds, cause.delay_seconds
+            if runs.compensate(conn, candidate[0], deliver_seconds=deliver, delay_seconds=delay):
+                return RunState.READY
             runs.cancel_parked(conn, candidate[0], reason=None, repair_seconds=2 * settings.lease_seconds)
             return RunState.CANCELLED
         return state

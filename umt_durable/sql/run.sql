@@ -43,12 +43,13 @@ WITH c AS (
        AND EXISTS (SELECT 1 FROM {schema}.worker WHERE id = %(worker)s AND lease_until > {schema}.now())  -- no fence: the sweeper finds a dead lease anyway
     RETURNING no, fence, cancel_at IS NOT NULL AS cancel, failures, crashes, version, priority, args, codec, digest, envelope,
               extract(epoch FROM {schema}.now() - created_at)::float8 AS age, queue, generation,
-              extract(epoch FROM {schema}.now() - coalesce(continued_at, created_at))::float8 AS generation_age),
+              extract(epoch FROM {schema}.now() - coalesce(continued_at, created_at))::float8 AS generation_age,
+              compensate_at IS NOT NULL AND cancel_at IS NULL AS compensates),
 a AS (
     INSERT INTO {schema}.attempt (run, fence, claim, worker, claimed_at)
     SELECT no, fence, %(claim)s, %(worker)s, {schema}.now() FROM c
     ON CONFLICT ON CONSTRAINT attempt_pkey DO NOTHING)
-SELECT no, fence, cancel, failures, crashes, version, priority, args, codec, digest, envelope, age, queue, generation, generation_age FROM c
+SELECT no, fence, cancel, failures, crashes, version, priority, args, codec, digest, envelope, age, queue, generation, generation_age, compensates FROM c
 
 -- name: pin_input :maybe
 -- Record what a run that SQL started was given, now that it is validated: its digest, and of its idempotency key the hash
@@ -267,17 +268,22 @@ SELECT id, task, state, reason, result, error, codec FROM {schema}.run
 SELECT NOT EXISTS (SELECT 1 FROM {schema}.run WHERE parent_no = %(run)s AND parent_key = %(key)s AND finished_at IS NULL)
 
 -- name: finish_run :maybe
--- Make the run terminal (cancelled if a cancel is pending), close the attempt, and store what has to leave: the result
+-- Make the run terminal (cancelled if a cancel is pending or has been compensated), close the attempt, and store what has
+-- to leave. Refuses, with no row, when something is to be undone first. What has to leave: the result
 -- and one row per callback, claimed by the finisher, who publishes them itself; a second result row where an attempt was
 -- lost, since its process may yet overwrite the backend.
 -- Locks: run, then attempt, then outbox_event. Index: run_pkey, attempt_pkey.
 WITH r AS MATERIALIZED (
-    SELECT no, fence, cancel_at IS NOT NULL AS cancel FROM {schema}.run
+    SELECT no, fence, cancel_at IS NOT NULL OR compensate_at IS NOT NULL AS cancel, compensate_at IS NOT NULL AND cancel_at IS NULL AS undone
+      FROM {schema}.run
      WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
+       AND NOT (compensate_at IS NOT NULL AND {schema}.has_undos(no))
        FOR UPDATE),
 u AS (
     UPDATE {schema}.run
-       SET state = CASE WHEN r.cancel THEN 'cancelled' ELSE %(state)s END, fence = run.fence + 1, claim = NULL, worker = NULL,
+       SET cancel_at = CASE WHEN r.undone THEN compensate_at ELSE cancel_at END, reason = CASE WHEN r.undone THEN compensate_reason ELSE run.reason END,
+           compensate_at = CASE WHEN r.undone THEN compensate_at END,
+           state = CASE WHEN r.cancel THEN 'cancelled' ELSE %(state)s END, fence = run.fence + 1, claim = NULL, worker = NULL,
            result = CASE WHEN r.cancel THEN NULL ELSE %(result)s::bytea END, error = CASE WHEN r.cancel THEN run.error ELSE %(error)s::bytea END,
            failures = failures + (%(state)s = 'failed')::int, wake_at = NULL, attempt_deadline = NULL, finished_at = {schema}.now()
       FROM r WHERE run.no = r.no
@@ -315,14 +321,15 @@ o AS (
 SELECT state FROM u
 
 -- name: cancel_parked_run :maybe
--- Finalise a run nobody owns, whose row the caller has locked: terminal, waits closed, its result on the way.
+-- Finalise a run nobody owns, whose row the caller has locked: terminal, waits closed, its result on the way. One that
+-- has something to undo first is left as it is.
 -- Locks: run (held), then wait, then outbox_event. Index: run_pkey.
 WITH u AS (
     UPDATE {schema}.run
        SET state = 'cancelled', fence = fence + 1, claim = NULL, worker = NULL, wake_at = NULL, attempt_deadline = NULL,
            reason = CASE WHEN cancel_at IS NULL THEN %(reason)s::text ELSE coalesce(%(reason)s::text, reason) END,
-           cancel_at = coalesce(cancel_at, {schema}.now()), finished_at = {schema}.now()
-     WHERE no = %(run)s AND finished_at IS NULL
+           cancel_at = coalesce(cancel_at, {schema}.now()), compensate_at = NULL, finished_at = {schema}.now()
+     WHERE no = %(run)s AND finished_at IS NULL AND NOT (compensate_at IS NOT NULL AND (cancel_at IS NULL OR {schema}.has_undos(no)))
     RETURNING no, fence),
 a AS (
     UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = 'lost'
@@ -351,12 +358,49 @@ o AS (
 SELECT no FROM u
 
 -- name: flag_cancel :maybe
--- Ask the owner of a running run, whose row the caller has locked, to stop.
+-- Ask the owner of a running run, whose row the caller has locked, to stop; what comes of it is fixed by the first who
+-- asks: an end, or (`compensate`) the undos first. One whose undos are being executed is left to them.
 -- Locks: run (held). Index: run_pkey.
 UPDATE {schema}.run
-   SET cancel_at = coalesce(cancel_at, {schema}.now()), reason = coalesce(%(reason)s, reason)
- WHERE no = %(run)s AND state = 'running'
+   SET compensate_at = CASE WHEN %(compensate)s AND cancel_at IS NULL THEN {schema}.now() ELSE compensate_at END,
+       compensate_reason = CASE WHEN %(compensate)s AND cancel_at IS NULL THEN %(reason)s::text ELSE compensate_reason END,
+       cancel_at = coalesce(cancel_at, {schema}.now()), reason = coalesce(%(reason)s::text, reason)
+ WHERE no = %(run)s AND state = 'running' AND NOT (compensate_at IS NOT NULL AND cancel_at IS NULL)
 RETURNING no
+
+-- name: compensate_run :maybe
+-- Have the undos of what a run has done executed, where there are any: end its grant, if it has one, and make it ready,
+-- with a hint; its waits are closed, a pause of it ends, and the children that are not to outlive it are cancelled. From
+-- here on `compensate_at` without `cancel_at` says that its claims are for the undos alone. No row: there is nothing to
+-- undo. The caller has locked the row, and compared the fencing token if it is the owner's.
+-- Locks: run (held), then attempt, wait, then outbox_event. Index: run_pkey, attempt_pkey, step_pkey.
+WITH r AS MATERIALIZED (
+    SELECT no, fence FROM {schema}.run
+     WHERE no = %(run)s AND finished_at IS NULL AND {schema}.has_undos(no)
+       AND (compensate_at IS NULL) = (cancel_at IS NULL)),
+u AS (
+    UPDATE {schema}.run
+       SET state = 'ready', compensate_reason = CASE WHEN compensate_at IS NULL THEN %(reason)s::text ELSE compensate_reason END,
+           compensate_at = coalesce(compensate_at, {schema}.now()), cancel_at = NULL, reason = NULL, paused_at = NULL,
+           fence = run.fence + 1, claim = NULL, worker = NULL, crashes = 0, redelivers = 0, attempt_deadline = NULL, expires_at = NULL,
+           wake_at = {schema}.now() + %(delay)s::interval, deliver_by = {schema}.now() + %(deliver)s::interval
+      FROM r WHERE run.no = r.no
+    RETURNING run.no, run.fence, run.wake_at, run.priority),
+a AS (
+    UPDATE {schema}.attempt SET ended_at = {schema}.now(), outcome = %(outcome)s
+      FROM r WHERE attempt.run = r.no AND attempt.fence = r.fence AND attempt.outcome IS NULL),
+w AS (
+    UPDATE {schema}.wait SET state = 'cancelled', settled_at = {schema}.now() FROM u WHERE wait.run = u.no AND wait.state = 'pending'),
+f AS (
+    INSERT INTO {schema}.fact (id, address, name, payload)
+    SELECT {schema}.event_id(c.no, u.fence, 'close', 0), jsonb_build_array('run', c.id, 'umt.cancel')::text, 'umt.cancel',
+           convert_to('{"reason": "its parent has ended"}', 'UTF8')
+      FROM u JOIN {schema}.run AS c ON c.parent_no = u.no AND c.finished_at IS NULL AND c.on_parent_end = 'cancel'
+    ON CONFLICT ON CONSTRAINT fact_pkey DO NOTHING)
+INSERT INTO {schema}.outbox_event (id, type, run, priority, next_attempt_at)
+SELECT {schema}.event_id(no, fence, 'run', 0), 'run', no, coalesce(priority, 0), wake_at FROM u
+ON CONFLICT ON CONSTRAINT outbox_event_pkey DO NOTHING
+RETURNING run
 
 -- name: wake_run :maybe
 -- Make a parked run, whose row the caller has locked, ready, with a hint; sleeps that are over are recorded as done.
@@ -437,7 +481,7 @@ SELECT state FROM u
 -- name: run_to_retry :maybe
 -- Read what decides how a run is retried, at its highest nesting.
 -- Locks: none. Index: run_id_nesting.
-SELECT no, id, nesting, state, envelope FROM {schema}.run WHERE id = %(run)s::text ORDER BY nesting DESC LIMIT 1
+SELECT no, id, nesting, state, envelope, compensate_at IS NOT NULL FROM {schema}.run WHERE id = %(run)s::text ORDER BY nesting DESC LIMIT 1
 
 -- name: insert_retry :maybe
 -- Insert the run that takes up a failed or cancelled one, which stays as it is: with what it had done, what it was said
@@ -449,7 +493,7 @@ SELECT no, id, nesting, state, envelope FROM {schema}.run WHERE id = %(run)s::te
 -- were completed with only that of its own: others of its id, or earlier generations, had steps of the same keys.
 -- Locks: none that another transaction waits for but one with the same retry. Index: run_id_nesting, step_pkey, wait_pkey, fact_address.
 WITH o AS MATERIALIZED (
-    SELECT * FROM {schema}.run WHERE no = %(run)s::bigint AND state IN ('failed', 'cancelled')),
+    SELECT * FROM {schema}.run WHERE no = %(run)s::bigint AND state IN ('failed', 'cancelled') AND compensate_at IS NULL),
 n AS (
     INSERT INTO {schema}.run (id, task, version, queue, priority, fence, args, codec, digest, envelope, deliver_by, ref, attributes, retry_of, generation, snapshot)
     SELECT %(id)s::text, task, coalesce(%(version)s::int, version), queue, priority, 1, args, codec, digest, %(envelope)s::bytea,
@@ -458,8 +502,8 @@ n AS (
     ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING
     RETURNING no, id, fence, priority, retry_of),
 s AS (
-    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, result, digest, wake_at, started_at, finished_at)
-    SELECT n.no, s.key, s.seq, s.kind, s.state, s.fingerprint, s.failures, n.fence, s.result, s.digest, s.wake_at, s.started_at, s.finished_at
+    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, result, digest, wake_at, started_at, finished_at, undo)
+    SELECT n.no, s.key, s.seq, s.kind, s.state, s.fingerprint, s.failures, n.fence, s.result, s.digest, s.wake_at, s.started_at, s.finished_at, s.undo
       FROM n JOIN {schema}.step AS s ON s.run = n.retry_of WHERE s.state = 'done'),
 p AS (SELECT '["run", ' || to_jsonb(o.id)::text || ', ' AS old, '["run", ' || to_jsonb(n.id)::text || ', ' AS new FROM o, n),
 w AS (
@@ -501,7 +545,8 @@ SELECT r.no, r.id, r.nesting, r.state, r.envelope,
                 (SELECT min(i.seq) FROM (SELECT s.key, s.seq FROM {schema}.step AS s WHERE s.run = r.no
                                          UNION ALL
                                          SELECT w.key, w.seq FROM {schema}.wait AS w WHERE w.run = r.no AND w.mode NOT IN ('join', 'task')) AS i
-                  WHERE starts_with(i.key, %(step)s::text || '[')))
+                  WHERE starts_with(i.key, %(step)s::text || '['))),
+       r.compensate_at IS NOT NULL
   FROM {schema}.run AS r WHERE r.id = %(run)s::text ORDER BY r.nesting DESC LIMIT 1
 
 -- name: insert_fork :maybe
@@ -511,7 +556,7 @@ SELECT r.no, r.id, r.nesting, r.state, r.envelope,
 -- under a key it sees what the other one would have seen. No row: it is there already, or the other goes on.
 -- Locks: none that another transaction waits for. Index: run_id_nesting, step_pkey, wait_pkey, fact_pkey.
 WITH o AS MATERIALIZED (
-    SELECT * FROM {schema}.run WHERE no = %(run)s::bigint AND state IN ('succeeded', 'failed', 'cancelled', 'quarantined')),
+    SELECT * FROM {schema}.run WHERE no = %(run)s::bigint AND state IN ('succeeded', 'failed', 'cancelled', 'quarantined') AND compensate_at IS NULL),
 n AS (
     INSERT INTO {schema}.run (id, task, version, queue, priority, fence, args, codec, digest, envelope, deliver_by, ref, attributes, fork_of, generation, snapshot)
     SELECT %(id)s::text, task, coalesce(%(version)s::int, version), queue, priority, 1, coalesce(%(args)s::bytea, args),
@@ -521,8 +566,8 @@ n AS (
     ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING
     RETURNING no, id, fence, priority, fork_of),
 s AS (
-    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, result, digest, error, wake_at, started_at, finished_at)
-    SELECT n.no, s.key, s.seq, s.kind, s.state, s.fingerprint, s.failures, n.fence, s.result, s.digest, s.error, s.wake_at, s.started_at, s.finished_at
+    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, result, digest, error, wake_at, started_at, finished_at, undo)
+    SELECT n.no, s.key, s.seq, s.kind, s.state, s.fingerprint, s.failures, n.fence, s.result, s.digest, s.error, s.wake_at, s.started_at, s.finished_at, s.undo
       FROM n JOIN {schema}.step AS s ON s.run = n.fork_of
      WHERE s.state IN ('done', 'failed') AND s.seq < %(seq)s::int AND NOT s.key = ANY(%(around)s::text[])),
 p AS (SELECT '["run", ' || to_jsonb(o.id)::text || ', ' AS old, '["run", ' || to_jsonb(n.id)::text || ', ' AS new FROM o, n),
@@ -593,7 +638,8 @@ SELECT no FROM {schema}.run
 -- Lock one run for a system transaction and say where it stands.
 -- Locks: run. Index: run_pkey.
 SELECT no, id, nesting, state, fence, cancel_at IS NOT NULL, paused_at IS NOT NULL,
-       coalesce(wake_at <= {schema}.now(), false), coalesce(expires_at <= {schema}.now(), false), parent_no
+       coalesce(wake_at <= {schema}.now(), false), coalesce(expires_at <= {schema}.now(), false), parent_no,
+       compensate_at IS NOT NULL
   FROM {schema}.run WHERE no = %(run)s FOR UPDATE
 
 -- name: runs_of_id :many
@@ -867,7 +913,7 @@ SELECT claim, reason, CASE WHEN cancel_at IS NULL THEN 'pause' ELSE 'cancel' END
 -- Read one run by id, at its highest nesting.
 -- Locks: none. Index: run_id_nesting.
 SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
-       attributes, result, error, codec, created_at, finished_at, retry_of, fork_of, generation, continued_at
+       attributes, result, error, codec, created_at, finished_at, retry_of, fork_of, generation, continued_at, compensate_at
   FROM {schema}.lookup(%(id)s::text)
 
 -- name: list_runs :many
@@ -875,7 +921,7 @@ SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at
 -- package whose names begin so (`own`).
 -- Locks: none. Index: run_pkey.
 SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
-       attributes, NULL::bytea, NULL::bytea, 1::smallint, created_at, finished_at, retry_of, fork_of, generation, continued_at
+       attributes, NULL::bytea, NULL::bytea, 1::smallint, created_at, finished_at, retry_of, fork_of, generation, continued_at, compensate_at
   FROM {schema}.run_view
  WHERE (%(before)s::bigint IS NULL OR no < %(before)s)
    AND (%(task)s::text IS NULL OR task = %(task)s)

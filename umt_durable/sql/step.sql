@@ -10,10 +10,10 @@ WITH r AS MATERIALIZED (
      WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
        FOR SHARE),
 s AS (
-    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, started_at)
-    SELECT no, %(key)s, %(seq)s, %(kind)s, 'started', %(fingerprint)s, %(failures)s, %(fence)s, {schema}.now() FROM r WHERE cancel_at IS NULL
+    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, started_at, undo)
+    SELECT no, %(key)s, %(seq)s, %(kind)s, 'started', %(fingerprint)s, %(failures)s, %(fence)s, {schema}.now(), %(undo)s FROM r WHERE cancel_at IS NULL
     ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE
-       SET fence = excluded.fence, failures = excluded.failures, wake_at = NULL WHERE step.state = 'started'
+       SET fence = excluded.fence, undo = excluded.undo, failures = excluded.failures, wake_at = NULL WHERE step.state = 'started'
     RETURNING 1)
 SELECT cancel_at IS NOT NULL, EXISTS (SELECT 1 FROM s) FROM r
 
@@ -24,10 +24,10 @@ WITH r AS MATERIALIZED (
     SELECT no FROM {schema}.run
      WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
        FOR SHARE)
-INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, started_at)
-SELECT no, %(key)s, %(seq)s, %(kind)s, 'started', %(fingerprint)s, %(failures)s, %(fence)s, {schema}.now() - %(age)s::interval FROM r
+INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, started_at, undo)
+SELECT no, %(key)s, %(seq)s, %(kind)s, 'started', %(fingerprint)s, %(failures)s, %(fence)s, {schema}.now() - %(age)s::interval, %(undo)s FROM r
 ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE
-   SET fence = excluded.fence, failures = excluded.failures, wake_at = NULL
+   SET fence = excluded.fence, undo = excluded.undo, failures = excluded.failures, wake_at = NULL
  WHERE step.state = 'started' AND step.fence <> excluded.fence
 
 -- name: commit_step :maybe
@@ -37,10 +37,10 @@ WITH r AS MATERIALIZED (
     SELECT no, cancel_at FROM {schema}.run
      WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
        FOR SHARE)
-INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, result, digest, error, finished_at)
-SELECT no, %(key)s, %(seq)s, %(kind)s, %(state)s, %(fingerprint)s, %(failures)s, %(fence)s, %(result)s, %(digest)s, %(error)s, {schema}.now() FROM r
+INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, result, digest, error, finished_at, undo)
+SELECT no, %(key)s, %(seq)s, %(kind)s, %(state)s, %(fingerprint)s, %(failures)s, %(fence)s, %(result)s, %(digest)s, %(error)s, {schema}.now(), %(undo)s FROM r
 ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE
-   SET state = excluded.state, fence = excluded.fence, failures = excluded.failures, result = excluded.result, digest = excluded.digest,
+   SET state = excluded.state, fence = excluded.fence, undo = excluded.undo, failures = excluded.failures, result = excluded.result, digest = excluded.digest,
        error = excluded.error, wake_at = NULL, finished_at = excluded.finished_at
  WHERE step.state = 'started'
 RETURNING (SELECT cancel_at IS NOT NULL FROM r)
@@ -119,10 +119,10 @@ WITH r AS MATERIALIZED (
     SELECT no, cancel_at FROM {schema}.run
      WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running'
        FOR SHARE)
-INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, error, wake_at, started_at)
-SELECT no, %(key)s, %(seq)s, %(kind)s, 'started', %(fingerprint)s, %(failures)s, %(fence)s, %(error)s, {schema}.now() + %(delay)s::interval, {schema}.now() - %(age)s::interval FROM r
+INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, error, wake_at, started_at, undo)
+SELECT no, %(key)s, %(seq)s, %(kind)s, 'started', %(fingerprint)s, %(failures)s, %(fence)s, %(error)s, {schema}.now() + %(delay)s::interval, {schema}.now() - %(age)s::interval, %(undo)s FROM r
 ON CONFLICT ON CONSTRAINT step_pkey DO UPDATE
-   SET failures = excluded.failures, fence = excluded.fence, error = excluded.error,
+   SET failures = excluded.failures, fence = excluded.fence, undo = excluded.undo, error = excluded.error,
        wake_at = CASE WHEN step.failures = excluded.failures AND step.wake_at IS NOT NULL THEN step.wake_at ELSE excluded.wake_at END
  WHERE step.state = 'started'
 RETURNING (SELECT cancel_at IS NOT NULL FROM r), extract(epoch FROM wake_at - {schema}.now())::float8
@@ -163,14 +163,14 @@ SELECT cancel_at IS NOT NULL, EXISTS (SELECT 1 FROM s) FROM r
 -- of such a value the row has the length.
 -- Locks: none. Index: step_pkey.
 SELECT key, seq, kind, state, fingerprint, failures, fence, CASE WHEN octet_length(result) <= %(inline)s THEN result END, digest, error, wake_at, coalesce(wake_at <= {schema}.now(), false), started_at, finished_at,
-       extract(epoch FROM {schema}.now() - started_at)::float8, octet_length(result)
+       extract(epoch FROM {schema}.now() - started_at)::float8, octet_length(result), undo
   FROM {schema}.step WHERE run = %(run)s ORDER BY seq
 
 -- name: read_journal_under :many
 -- Read what is recorded for some items or branches of a step, and for all that was done within them.
 -- Locks: none. Index: step_pkey.
 SELECT key, seq, kind, state, fingerprint, failures, fence, CASE WHEN octet_length(result) <= %(inline)s THEN result END, digest, error, wake_at, coalesce(wake_at <= {schema}.now(), false), started_at, finished_at,
-       extract(epoch FROM {schema}.now() - started_at)::float8, octet_length(result)
+       extract(epoch FROM {schema}.now() - started_at)::float8, octet_length(result), undo
   FROM {schema}.step
  WHERE run = %(run)s AND EXISTS (SELECT 1 FROM unnest(%(keys)s::text[]) AS k WHERE key = k OR starts_with(key, k || '/'))
  ORDER BY seq

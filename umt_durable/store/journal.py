@@ -20,13 +20,14 @@ MOST_BYTES: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The identity of a step in its run's journal."""
+    """The identity of a step in its run's journal, with the name of its undo if it has one."""
 
     key: str
     seq: int
     kind: StepKind
     fingerprint: bytes | None
     failures: int = 0
+    undo: str | None = None
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -37,6 +38,7 @@ class Entry:
             "kind": self.kind,
             "fingerprint": self.fingerprint,
             "failures": self.failures,
+            "undo": self.undo,
         }
 
 

@@ -25,7 +25,7 @@ from umt_durable.records import (
     RunOwner,
     Token,
 )
-from umt_durable.states import Reason, RunState, Scope
+from umt_durable.states import AttemptOutcome, Reason, RunState, Scope
 from umt_durable.store.guard import Guard
 
 Candidate: TypeAlias = tuple[RunNo, int]  # run and the fence it was seen with
@@ -297,9 +297,28 @@ def cancel_parked(conn: Connection, run: int, *, reason: str | None, repair_seco
     return sql.maybe(conn, "cancel_parked_run", run=run, reason=texts.storable(reason), repair=repair) is not None
 
 
-def flag_cancel(conn: Connection, run: int, *, reason: str | None) -> bool:
-    """Ask the owner of a locked, running run to stop."""
-    return sql.maybe(conn, "flag_cancel", run=run, reason=texts.storable(reason)) is not None
+def flag_cancel(conn: Connection, run: int, *, reason: str | None, compensate: bool = False) -> bool:
+    """Ask the owner of a locked, running run to stop; False when its undos are being executed."""
+    given = {"run": run, "reason": texts.storable(reason), "compensate": compensate}
+    return sql.maybe(conn, "flag_cancel", **given) is not None
+
+
+def compensate(
+    conn: Connection,
+    run: int,
+    *,
+    deliver_seconds: float,
+    reason: str | None = None,
+    delay_seconds: float = 0.0,
+    outcome: AttemptOutcome = AttemptOutcome.LOST,
+) -> bool:
+    """Have the undos of what a locked run has done executed; False when there are none, or this is not asked for.
+
+    Shape: `outcome` is that of its grant, if it has one. Units: before `delay_seconds` nobody claims it.
+    """
+    times = {"deliver": timedelta(seconds=deliver_seconds), "delay": timedelta(seconds=delay_seconds)}
+    row = sql.maybe(conn, "compensate_run", run=run, reason=texts.storable(reason), outcome=outcome, **times)
+    return row is not None
 
 
 def wake(conn: Connection, run: int, *, deliver_seconds: float) -> bool:
@@ -346,8 +365,8 @@ def insert_retry(conn: Connection, parameters: dict[str, Any]) -> bool:
 
 def read_to_retry(row: Sequence[Any], vault: Vault = PLAIN) -> RetriedRun:
     """Read a row of the statement `run_to_retry`; the vault is for one that a caller's connection has read."""
-    no, id, nesting, state, envelope = row
-    return RetriedRun(RunNo(no), id, nesting, RunState(state), _held(envelope, vault))
+    no, id, nesting, state, envelope, compensated = row
+    return RetriedRun(RunNo(no), id, nesting, RunState(state), _held(envelope, vault), compensated)
 
 
 def retry_parameters(
@@ -381,8 +400,8 @@ def insert_fork(conn: Connection, parameters: dict[str, Any]) -> bool:
 
 def read_to_fork(row: Sequence[Any], vault: Vault = PLAIN) -> ForkedRun:
     """Read a row of the statement `run_to_fork`; the vault is for one that a caller's connection has read."""
-    no, id, nesting, state, envelope, seq = row
-    return ForkedRun(RunNo(no), id, nesting, RunState(state), _held(envelope, vault), seq)
+    no, id, nesting, state, envelope, seq, compensated = row
+    return ForkedRun(RunNo(no), id, nesting, RunState(state), _held(envelope, vault), seq, compensated)
 
 
 def _held(data: Any, vault: Vault) -> bytes | None:
