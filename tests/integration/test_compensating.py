@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_engine_children import Offspring
 from tests.support.clock import Clock
-from tests.support.engine import Engine, Gate, dying_at, in_thread, take_over
+from tests.support.engine import Engine, Gate, RecordingReporter, dying_at, in_thread, take_over
+from tests.support.sealing import BOTH, CANARY, leaks
 from umt_durable.database import Connection, Database
 from umt_durable.engine.context import TaskContext, current_context
 from umt_durable.engine.outcomes import Dropped, Finished, Parked
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.undoing import _DECLARED, undo
 from umt_durable.errors import DefinitionError, WrongStatusError
+from umt_durable.payloads import Vault
 from umt_durable.settings import Settings
 from umt_durable.states import Reason, RunState
 
@@ -38,6 +41,11 @@ def refund(receipt: Receipt) -> None:
     undone.append(receipt)
 
 
+@undo
+def note(text: str) -> None:
+    undone.append(text)
+
+
 @undo(name="unbook", retry=RetryPolicy(max_attempts=2, initial=timedelta(0)))
 async def unbook(seat: str) -> None:
     undone.append((seat, current_context().idempotency_key))
@@ -47,6 +55,10 @@ async def unbook(seat: str) -> None:
 
 def paid(tx: object) -> Receipt:
     return Receipt(3)
+
+
+def divmod_of(one: int, two: int) -> None:
+    """Take one argument too many for an undo."""
 
 
 @pytest.fixture
@@ -106,7 +118,7 @@ def test_d11_nothing_to_undo_ends_the_run_at_once_and_a_plain_cancel_undoes_noth
     assert undone == []
 
 
-def test_d11_the_first_cancel_decides_how_a_run_ends(engine: Engine) -> None:
+def test_d11_i11_the_first_cancel_decides_how_a_run_ends(engine: Engine) -> None:
     run_id = trip(engine)
     engine.process().deliver(run_id, "trip")
     engine.client.cancel(run_id, reason="first", compensate=True)
@@ -121,7 +133,7 @@ def test_d11_the_first_cancel_decides_how_a_run_ends(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("plain_first", [False, True])
-def test_d11_a_running_run_ends_its_step_in_flight_which_is_undone_too(engine: Engine, plain_first: bool) -> None:
+def test_d11_i11_a_running_run_ends_its_step_in_flight_which_is_undone_too(engine: Engine, plain_first: bool) -> None:
     mine = Gate()
 
     def charge() -> Receipt:
@@ -172,7 +184,7 @@ def test_d11_a_run_whose_owner_died_after_the_cancel_is_undone_by_who_takes_it_o
     assert (undone, engine.state(run_id)) == ([Receipt(1)], RunState.CANCELLED)
 
 
-def test_d11_a_crash_within_an_undo_repeats_that_one_under_the_same_key_and_no_other(
+def test_d11_i6_a_crash_within_an_undo_repeats_that_one_under_the_same_key_and_no_other(
     engine: Engine, clock: Clock
 ) -> None:
     run_id = trip(engine)
@@ -257,7 +269,7 @@ def test_d11_a_pause_ends_with_the_cancel_and_one_within_the_undos_stops_between
 
 
 def test_d11_an_undo_waits_for_its_next_try_parked(engine: Engine, clock: Clock) -> None:
-    run_id = trip(engine, retry=RetryPolicy(max_attempts=2, initial=timedelta(hours=1), jitter=False))
+    run_id = trip(engine, retry=RetryPolicy(2, initial=timedelta(minutes=1), jitter=0))
     engine.process().deliver(run_id, "trip")
     engine.client.cancel(run_id, compensate=True)
     broken.append("refund")
@@ -268,7 +280,7 @@ def test_d11_an_undo_waits_for_its_next_try_parked(engine: Engine, clock: Clock)
     engine.client.cancel(run_id)
     assert engine.state(run_id) is RunState.RETRYING
     broken.clear()
-    clock.advance(seconds=3601)
+    clock.advance(seconds=61)
     engine.timers()
 
     assert isinstance(engine.process().deliver(run_id, "trip"), Finished)
@@ -327,6 +339,8 @@ def test_d11_what_an_earlier_generation_has_done_is_settled(engine: Engine) -> N
 
 
 def test_d11_children_end_with_the_cancel_and_their_parent_after_its_undos(engine: Engine) -> None:
+    reporter = RecordingReporter(durable_tasks=Offspring(engine))
+
     @engine.task("child")
     def child(ctx: TaskContext) -> None:
         ctx.step.wait_for_fact("go")
@@ -334,10 +348,10 @@ def test_d11_children_end_with_the_cancel_and_their_parent_after_its_undos(engin
     @engine.task("t")
     def body(ctx: TaskContext) -> None:
         ctx.step.options(undo=refund).run("charge", Receipt, 4)
-        ctx.step.call("part", child)
+        ctx.step.call("part", "child")
 
     run_id = engine.start("t")
-    engine.process().deliver(run_id, "t")
+    engine.process().deliver(run_id, "t", reporter=reporter)
     [part] = [run.id for run in engine.client.list() if run.id != run_id]
 
     engine.client.cancel(run_id, compensate=True)
@@ -376,6 +390,26 @@ def test_d11_a_declaration_that_could_not_be_found_again_is_refused() -> None:
     with pytest.raises(DefinitionError, match="at the module's level"):
         undo(lambda result: None)
     with pytest.raises(DefinitionError, match="alone"):
-        undo(name="two")(lambda one, two: None)
+        undo(name="two")(divmod_of)  # type: ignore[arg-type]  # refused for what it is
     with pytest.raises(DefinitionError, match="twice"):
         undo(name="unbook")(print)
+
+
+def test_d11_what_is_undone_may_be_sealed(settings: Settings, conn: Connection, schema: str) -> None:
+    undone.clear()
+    engine = Engine(Database(settings, Vault(BOTH)), settings)
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> None:
+        ctx.step.options(undo=note).run("book", lambda: CANARY)
+        ctx.step.wait_for_fact("go")
+
+    run_id = engine.start("t")
+    engine.process().deliver(run_id, "t")
+    engine.client.cancel(run_id, reason="customer", compensate=True)
+    engine.process().deliver(run_id, "t")
+
+    assert (undone, engine.state(run_id)) == ([CANARY], RunState.CANCELLED)
+    assert leaks(conn, schema) == []
+    engine.close()
+    engine.database.close()

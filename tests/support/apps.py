@@ -29,6 +29,7 @@ from umt_durable import (
     StepFailedError,
     TaskContext,
     current_context,
+    undo,
 )
 
 LEDGER = "UMT_TEST_LEDGER"
@@ -45,6 +46,12 @@ def log_and_pass(step: str, value: int, gate: str = "") -> int:
     with bodylog.body(step):
         gates.pass_through(gate)
         return value
+
+
+@undo(name="tests.unpick")
+def unpick(value: int) -> None:
+    """Undo a pick, which only the log shows."""
+    log_and_pass(f"undo-{value}", value)
 
 
 def write_ledger(step: str, value: int) -> int:
@@ -134,6 +141,7 @@ class Tasks:
     add: Any
     total: Any
     note: Any
+    undoing: Any
 
 
 def build(environ: Mapping[str, str] | None = None) -> Tasks:
@@ -202,7 +210,14 @@ def _durable_tasks(durable: Durable) -> dict[str, Any]:
         ctx.step.run("after", log_and_pass, "after", 0)
         return found.payload
 
+    @durable.task(name="tests.undoing", version=1)
+    def undoing(ctx: TaskContext) -> None:
+        for number in (1, 2, 3):
+            ctx.step.options(undo=unpick).run(f"pick-{number}", log_and_pass, f"pick-{number}", number)
+        ctx.step.wait_for_fact("go")
+
     return {
+        "undoing": undoing,
         "ten_steps": ten_steps,
         "one_step": one_step,
         "no_step": no_step,
