@@ -321,6 +321,50 @@ def test_d11_a_transaction_has_an_undo_and_its_rows_stay(engine: Engine) -> None
     assert (undone, engine.state(run_id)) == ([Receipt(3)], RunState.CANCELLED)
 
 
+def test_d11_a_retry_undoes_what_it_took_over_and_a_fork_only_what_it_did(engine: Engine) -> None:
+    run_id = trip(engine)
+    engine.process().deliver(run_id, "trip")
+    engine.client.cancel(run_id)
+    fork = engine.client.fork(run_id, from_step="charge[A-17]", actor="ann")
+    again = engine.client.retry(run_id, actor="ann")
+
+    engine.process().deliver(fork, "trip")
+    engine.client.cancel(fork, compensate=True)
+    engine.process().deliver(fork, "trip")
+    assert names() == [Receipt(40)]
+    engine.client.cancel(again, compensate=True)
+    engine.process().deliver(again, "trip")
+
+    assert names() == [Receipt(40), Receipt(40), "12A"]
+    assert engine.state(fork) is engine.state(again) is RunState.CANCELLED
+
+
+def test_d11_i7_the_undos_wait_until_no_lost_owner_can_enter_a_body(engine: Engine, clock: Clock) -> None:
+    mine = Gate()
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> None:
+        ctx.step.options(undo=refund).run("charge", Receipt, 1)
+        ctx.step.run("in flight", mine.pass_through, 1)
+
+    run_id, process = engine.start("t"), engine.process()
+    with in_thread(lambda: process.deliver(run_id, "t")):
+        mine.wait_reached()
+        process.freeze()
+        clock.advance(seconds=engine.settings.lease_seconds + 1)
+        engine.sweep()
+        before = engine.client.get(run_id).wake_at
+        engine.client.cancel(run_id, compensate=True)
+        assert before is not None
+        after = engine.client.get(run_id).wake_at
+        assert after is not None and after >= before
+        mine.open()
+
+    clock.advance(seconds=1)
+    engine.process().deliver(run_id, "t")
+    assert (undone, engine.state(run_id)) == ([Receipt(1)], RunState.CANCELLED)
+
+
 def test_d11_what_an_earlier_generation_has_done_is_settled(engine: Engine) -> None:
     @engine.task("t")
     def body(ctx: TaskContext, turn: int) -> None:

@@ -383,7 +383,8 @@ u AS (
        SET state = 'ready', compensate_reason = CASE WHEN compensate_at IS NULL THEN %(reason)s::text ELSE compensate_reason END,
            compensate_at = coalesce(compensate_at, {schema}.now()), cancel_at = NULL, reason = NULL, paused_at = NULL,
            fence = run.fence + 1, claim = NULL, worker = NULL, crashes = 0, redelivers = 0, attempt_deadline = NULL, expires_at = NULL,
-           wake_at = {schema}.now() + %(delay)s::interval, deliver_by = {schema}.now() + %(deliver)s::interval
+           wake_at = greatest(CASE WHEN run.state = 'ready' THEN run.wake_at END, {schema}.now() + %(delay)s::interval),  -- after a take-over's delay
+           deliver_by = {schema}.now() + %(deliver)s::interval
       FROM r WHERE run.no = r.no
     RETURNING run.no, run.fence, run.wake_at, run.priority),
 a AS (
@@ -552,8 +553,9 @@ SELECT r.no, r.id, r.nesting, r.state, r.envelope,
 -- name: insert_fork :maybe
 -- Insert a run that begins where another was at a step: with the outcomes of the steps and waits before that place, which
 -- are those of lower `seq`, but for the branches around it, and a hint. Its fence begins at 1, so that its first grant reads
--- the journal, and it is of the same generation. Of the facts said to the other it has those that these waits took; of those
--- under a key it sees what the other one would have seen. No row: it is there already, or the other goes on.
+-- the journal, and it is of the same generation. What the other has done is not the fork's to undo. Of the facts said to
+-- the other it has those that these waits took; of those under a key it sees what the other one would have seen. No row: it
+-- is there already, or the other goes on.
 -- Locks: none that another transaction waits for. Index: run_id_nesting, step_pkey, wait_pkey, fact_pkey.
 WITH o AS MATERIALIZED (
     SELECT * FROM {schema}.run WHERE no = %(run)s::bigint AND state IN ('succeeded', 'failed', 'cancelled', 'quarantined') AND compensate_at IS NULL),
@@ -566,8 +568,8 @@ n AS (
     ON CONFLICT ON CONSTRAINT run_id_nesting DO NOTHING
     RETURNING no, id, fence, priority, fork_of),
 s AS (
-    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, result, digest, error, wake_at, started_at, finished_at, undo)
-    SELECT n.no, s.key, s.seq, s.kind, s.state, s.fingerprint, s.failures, n.fence, s.result, s.digest, s.error, s.wake_at, s.started_at, s.finished_at, s.undo
+    INSERT INTO {schema}.step (run, key, seq, kind, state, fingerprint, failures, fence, result, digest, error, wake_at, started_at, finished_at)
+    SELECT n.no, s.key, s.seq, s.kind, s.state, s.fingerprint, s.failures, n.fence, s.result, s.digest, s.error, s.wake_at, s.started_at, s.finished_at
       FROM n JOIN {schema}.step AS s ON s.run = n.fork_of
      WHERE s.state IN ('done', 'failed') AND s.seq < %(seq)s::int AND NOT s.key = ANY(%(around)s::text[])),
 p AS (SELECT '["run", ' || to_jsonb(o.id)::text || ', ' AS old, '["run", ' || to_jsonb(n.id)::text || ', ' AS new FROM o, n),
