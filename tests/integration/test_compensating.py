@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.cli_kit import cli_for
 from tests.integration.test_engine_children import Offspring
 from tests.support.clock import Clock
 from tests.support.engine import Engine, Gate, RecordingReporter, dying_at, in_thread, take_over
@@ -357,12 +358,34 @@ def test_d11_i7_the_undos_wait_until_no_lost_owner_can_enter_a_body(engine: Engi
         engine.client.cancel(run_id, compensate=True)
         assert before is not None
         after = engine.client.get(run_id).wake_at
-        assert after is not None and after >= before
+        assert after is not None
+        assert after >= before
         mine.open()
 
     clock.advance(seconds=1)
     engine.process().deliver(run_id, "t")
     assert (undone, engine.state(run_id)) == ([Receipt(1)], RunState.CANCELLED)
+
+
+def test_d11_sql_and_the_command_line_ask_for_it_too(
+    engine: Engine, conn: Connection, schema: str, settings: Settings
+) -> None:
+    first, second = trip(engine), trip(engine)
+    for run_id in (first, second):
+        engine.process().deliver(run_id, "trip")
+
+    conn.execute(f'SELECT "{schema}".cancel(%s, %s, compensate => true)'.encode(), (first, "from SQL"))
+    engine.route()
+    with cli_for(settings) as cli:
+        told = cli("cancel", second, "--compensate").stdout
+        shown = cli("runs").stdout
+
+    assert told == f"{second} ready, will be undone and end\n"
+    assert "undoing" in shown
+    for run_id in (first, second):
+        engine.process().deliver(run_id, "trip")
+    assert names() == [Receipt(40), "12A"] * 2
+    assert engine.client.get(first).reason == "from SQL"
 
 
 def test_d11_what_an_earlier_generation_has_done_is_settled(engine: Engine) -> None:

@@ -242,7 +242,7 @@ def cancel_all(durable: Durable, ids: Iterable[str], reason: str) -> dict[str, R
     for run_id in ids:
         try:
             run = durable.client.get(run_id)
-            if not run.state.is_terminal and run.cancel_at is None:
+            if not run.state.is_terminal and run.cancel_at is None and run.compensate_at is None:
                 durable.client.cancel(run_id, reason=reason)
                 run = durable.client.get(run_id)
         except UnknownRunError:
