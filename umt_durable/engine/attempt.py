@@ -206,16 +206,18 @@ class Attempt:
         self._proof = None if cancel(reply) else sent
         return reply
 
-    def prove(self) -> None:
-        """Ask until a fresh proof is in hand.
+    def prove(self, *, anew: bool = False) -> None:
+        """Ask until a fresh proof is in hand; with `anew` one that was asked for by this call.
 
         Errors: Canceled, Abandoned.
         """
-        while not self.is_fresh():
+        asked = not anew
+        while not (asked and self.is_fresh()):
             self.signal.raise_if_set()
             self._must_be_alive()
             if self.write(runs.prove, cancel=bool):
                 raise Canceled("cancelled")
+            asked = True
 
     def confirm(self, otherwise: str) -> None:
         """Return when the grant still holds, after a write of it was refused for a reason of its own.

@@ -144,7 +144,8 @@ class LedgerStep:
             encoded, decoded = codec.round_trip(self._call(tx), self._step.annotation, where=self._step.where)
             done = self._sealed(encoded)
             point("ledger.user_sql.a")
-            self._attempt.prove()  # the last look at grant and lease: nothing here keeps a take-over from happening
+            # The last look at grant, cancel and lease, made now: nothing here keeps a take-over from happening.
+            self._attempt.prove(anew=True)
             if not ledger_entries.settle(tx.bound, self._place, self._attempt.token, done):
                 raise _LaterAttemptError
             point("ledger.commit.b")
