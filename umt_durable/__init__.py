@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         TokenError,
         UncertainOpError,
         UncertainStepError,
+        UndoError,
         UnknownEventError,
         UnknownOpError,
         UnknownQueueError,

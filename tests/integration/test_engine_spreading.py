@@ -257,7 +257,7 @@ def test_a_key_that_is_no_function_is_refused_before_anything_is_written(spread:
     run_id = spread.engine.start("parent")
     outcome = spread.deliver(run_id)
     assert isinstance(outcome, Finished)
-    assert "step.map 'all': key is a function" in str(outcome.error)
+    assert "step.map 'all': key must be a function" in str(outcome.error)
     assert spread.engine.client.history(run_id).steps == []
 
 

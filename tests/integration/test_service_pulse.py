@@ -203,6 +203,7 @@ def test_through_broken_connections_both_go_on_and_an_outage_is_told_once(
     attempts = database_proxy.connections
     database_proxy.heal()
     until(lambda: len(dispatcher.hints) == 3, what="the other hints to leave")
+    until(lambda: "for maintenance, is back" in caplog.text, what="its end to be noticed")
 
     assert kit.state(conn, run) == "ready"
     assert caplog.text.count("for maintenance, is away") == 1
