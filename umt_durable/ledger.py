@@ -63,7 +63,6 @@ class Ledger:
         check_binding(self.binding)
         if isinstance(self.binding, str) and "://" not in self.binding:
             raise DefinitionError(f"the binding of a ledger is given itself, not by a name such as {self.binding!r}")
-        check_binding(self.binding)
         if self.name is None:
             raise DefinitionError("the name of a ledger is missing")
         texts.check("the name of a ledger", self.name)

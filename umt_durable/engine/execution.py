@@ -142,7 +142,7 @@ class Execution:
         """Undo what this run has done, instead of going on with it; then end it as cancelled."""
         token = _current.set(TaskContext(the_pass, Steps(the_pass)))
         try:
-            undo_all(the_pass, the_pass.recorded)
+            undo_all(the_pass, the_pass.journal.entries)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run must not end before it is undone
             reason = Reason.UNDO if the_pass.fatal is None else _unreadable(the_pass.fatal)
             return self._quarantine(reason, error)

@@ -71,7 +71,8 @@ def run_parallel(the_pass: Pass, options: StepOptions, step: Parallel) -> list[A
     the_pass.check()
     of = the_pass.keys.make(step.name, options.key)
     former = the_pass.keys.former(step.name, options.renamed_from, options.key)
-    of = next((one for one in (of, *former) if the_pass.has_under(one)), of)
+    if former:
+        of = next((one for one in (of, *former) if the_pass.has_under(one)), of)
     keys = the_pass.keys.items(step.name, of, [piece.key for piece in step.pieces])
     stop = step.on_error == "fail"
     fan = Fan(the_pass, concurrency=step.concurrency or DEFAULT_CONCURRENCY, stop_at_failure=stop)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 from umt_durable import telemetry, tracing
 from umt_durable.codec import Encoded
 from umt_durable.database import Database
+from umt_durable.engine import ids
 from umt_durable.engine.attempt import Attempt, exit_for
 from umt_durable.engine.branch import Blocked, Branch
 from umt_durable.engine.exits import Abandoned, Canceled, Exit, Released, Replaced, Suspended, Undecided
@@ -95,7 +96,6 @@ class Pass:
         self.bindings = bindings
         self.op_namespace = op_namespace
         self.tokens = tokens
-        self.recorded = list(entries)
         self.journal = Journal(entries)
         self.waits = {entry.key: entry for entry in wait_entries}
         self._body = Branch()
@@ -157,11 +157,11 @@ class Pass:
 
     def in_generation(self, key: str) -> str:
         """Return a text that stands for a step of this run, and for no step of an earlier generation of it."""
-        return key if self.generation == 0 else f"{key}\\^{self.generation}"  # no key is written like this
+        return ids.among_runs(key, generation=self.generation)
 
     def among_runs(self, key: str) -> str:
         """Return the same where steps are told apart by the run's id, which it may share with one that it replaced."""
-        return f"{self.in_generation(key)}\\@{self.nesting}" if self.nesting else self.in_generation(key)
+        return ids.among_runs(key, generation=self.generation, nesting=self.nesting)
 
     def next_seq(self) -> int:
         """Return the place of a new journal entry in its run."""

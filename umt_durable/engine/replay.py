@@ -222,6 +222,11 @@ class Journal:
         return key in self._entries
 
     @property
+    def entries(self) -> list[StepEntry]:
+        """Give all that is recorded, in no order."""
+        return list(self._entries.values())
+
+    @property
     def last_seq(self) -> int:
         """Give the highest sequence number recorded, 0 when nothing is."""
         return max((entry.seq for entry in self._entries.values()), default=0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from umt_durable.database import Database
+from umt_durable.engine.ids import among_runs
 from umt_durable.errors import ConfigurationError, InvalidTokenError
 from umt_durable.settings import Settings
 from umt_durable.store import settings as store_settings
@@ -43,9 +44,8 @@ class Begun:
     @property
     def address(self) -> str:
         """Return where is said what the step ended in."""
-        again = f"\\^{self.generation}" if self.generation else ""  # no key of a step is written like this
-        nested = f"\\@{self.nesting}" if self.nesting else ""
-        return waits.run_address(self.run, f"{PREFIX}{self.step}{again}{nested}")
+        step = among_runs(self.step, generation=self.generation, nesting=self.nesting)
+        return waits.run_address(self.run, f"{PREFIX}{step}")
 
 
 class Tokens:

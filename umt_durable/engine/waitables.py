@@ -104,7 +104,6 @@ class FactWait:
         codec.check_annotation(self.type, where=f"wait {self.name!r}: type")
         if self.mode not in MODES:
             raise DefinitionError(f"wait {self.name!r}: mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        codec.check_annotation(self.type, where=f"wait {self.name!r}")
         if self.check is not None and (not callable(self.check) or inspect.iscoroutinefunction(self.check)):
             raise DefinitionError(f"wait {self.name!r}: check must be a plain function, not {self.check!r}")
         if self.check is not None and _needs(self.check) > 1:

@@ -740,9 +740,10 @@ ON CONFLICT ON CONSTRAINT outbox_event_pkey DO UPDATE
 RETURNING run
 
 -- name: overdue_ready_runs :many
--- List ready runs whose hint is overdue and not in the outbox (a dead row never strands a run), with their queue, whether
--- a live worker can take them (none those whose task or queue is paused), and whether their hint is known to be nowhere (`redelivers` is negative then). Compared by the run and not by the hint's id, which would be hashed for each of
--- a backlog's rows; a hint of an older ready period delays its run until a relay has dropped it.
+-- List ready runs whose hint is overdue and not in the outbox (a dead row never strands a run), with their queue,
+-- whether a live worker can take them (none those whose task or queue is paused), and whether their hint is known to be
+-- nowhere (`redelivers` is negative then). Compared by the run and not by the hint's id, which would be hashed for each
+-- of a backlog's rows; a hint of an older ready period delays its run until a relay has dropped it.
 -- Locks: none. Index: run_ready, outbox_event_due.
 WITH live AS MATERIALIZED (
     SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now())
@@ -804,7 +805,8 @@ RETURNING run
 
 -- name: shelve_runs :many
 -- Note that the hints of ready runs are dropped, since no live worker declares their version: the worker that brings it
--- makes them due; or since their task or queue is paused: the end of the pause does. One that has come since the rows were claimed is seen here, and its runs are not among those returned.
+-- makes them due; or since their task or queue is paused: the end of the pause does. One that has come since the rows
+-- were claimed is seen here, and its runs are not among those returned.
 -- Locks: run (ascending, SKIP LOCKED). Index: run_pkey.
 WITH live AS MATERIALIZED (
     SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now()),
@@ -819,9 +821,9 @@ RETURNING run.no
 
 -- name: refuse_hint :maybe
 -- A hint came to a process that has not the code for its run: write it again for later if a live worker has that code,
--- or else note that it is nowhere, as where the run's task or queue is paused. `spread` is how much later at least; a run's own time begins at half a second and
--- doubles to 8. The reply: a hint was written; it is a pause that keeps the run. No row: the run is not ready, or this
--- process can take it.
+-- or else note that it is nowhere, as where the run's task or queue is paused. `spread` is how much later at least; a
+-- run's own time begins at half a second and doubles to 8. The reply: a hint was written; it is a pause that keeps the
+-- run. No row: the run is not ready, or this process can take it.
 -- Locks: run (SKIP LOCKED), then outbox_event. Index: run_id_nesting.
 WITH live AS MATERIALIZED (
     SELECT DISTINCT unnest(versions) AS version FROM {schema}.worker WHERE lease_until > {schema}.now()),
