@@ -59,6 +59,8 @@ class Settings:
     the idempotency keys that providers are given, so it stays the same for ever."""
     strict_queues: bool = True
     """Whether hints of a shared queue count in the depth gate. Off where ordinary tasks use the same queues."""
+    strict_retry: bool = False
+    """Whether a task without a retry policy of its own is refused: by a start of it, and by a worker that has it."""
     payload_codec: object | None = None
     """What seals arguments, results and facts before they are stored, or where it is, as `module:name`. None: nothing.
     Every process of the schema needs the same."""

@@ -50,6 +50,7 @@ class Counter(StrEnum):
     TAKE_OVER = "take_over"
     REDISPATCH = "redispatch"
     REDISPATCH_POSTPONED = "redispatch_postponed"
+    BLOCKED_RUN = "blocked_run"
     BROKER_LOSS = "broker_loss"
     PUBLISHED = "published"
     PUBLISH_REFUSED = "publish_refused"
@@ -98,6 +99,7 @@ MEANINGS: Final[Mapping[Counter, str]] = MappingProxyType(
         Counter.TAKE_OVER: "a run was taken from a worker that lost its lease or died",
         Counter.REDISPATCH: "a ready run past its delivery deadline got another hint",
         Counter.REDISPATCH_POSTPONED: "such a run got none, because its queue is just deep",
+        Counter.BLOCKED_RUN: "a ready run was passed over at such a look: no live worker has its version",
         Counter.BROKER_LOSS: "the broker was found to have lost its data",
         Counter.PUBLISHED: "a message was confirmed by the broker",
         Counter.PUBLISH_REFUSED: "one message was refused by the broker, or cannot be sent",

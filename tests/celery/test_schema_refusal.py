@@ -92,3 +92,13 @@ def test_a4_serve_refuses_a_schema_that_does_not_fit(
 
     assert_refused(process, settings, revision, told)
     assert "your.app" not in process.text()
+
+
+def test_e2_a_worker_whose_tasks_have_to_name_their_retry_policies_refuses_those_that_do_not(worker: Worker) -> None:
+    worker.env["DURABLE_STRICT_RETRY"] = "1"
+
+    worker.start(wait=False)
+
+    assert worker.wait() == 1
+    assert "no retry policy is named by" in worker.text()
+    assert "Traceback" not in worker.text()

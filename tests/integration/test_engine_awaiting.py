@@ -153,7 +153,13 @@ def test_without_an_answer_a_person_decides_or_the_late_answer(play: Play, clock
         case "result":
             play.engine.client.resolve_step(play.run, "label", result="late", actor="ann")
         case _:
-            play.engine.client.resolve_step(play.run, "label", error="never executed", actor="ann")
+            play.engine.client.resolve_step(play.run, "label", error="never executed", actor="ann", reason="asked")
+    kept_acts = [(act.act, act.actor, act.reason, act.detail) for act in play.engine.client.history(play.run).audit]
+    if how == "answer":
+        assert kept_acts == []
+    else:
+        reason = "asked" if how == "error" else None
+        assert kept_acts == [("resolve", "ann", reason, f"step label: {how}")]
     released = play.engine.client.get(play.run)
     assert (released.state, released.reason) == (RunState.READY, None)
     outcome = play.deliver()

@@ -9,6 +9,7 @@ import pytest
 from tests.integration import service_kit as kit
 from tests.integration.service_kit import RecordingBroker, empty_schema  # noqa: F401  a fixture
 from tests.support.clock import Clock
+from umt_durable import telemetry
 from umt_durable.database import Connection, Database
 from umt_durable.services import redispatch as redispatch_module
 from umt_durable.services.redispatch import Redispatch
@@ -186,15 +187,17 @@ def test_nothing_is_written_while_the_broker_does_not_answer(
     assert redispatch.run_once().hinted == 1
 
 
-def test_i19_runs_that_nobody_can_take_get_no_hints_only_time(
+def test_f5_i19_runs_that_nobody_can_take_get_no_hints_only_time(
     conn: Connection, redispatch: Redispatch, clock: Clock
 ) -> None:
     published(conn, version=9)
     clock.advance(seconds=31)
 
-    counts = redispatch.run_once()
+    with kit.counted(telemetry.Counter.BLOCKED_RUN) as blocked:
+        counts = redispatch.run_once()
 
     assert (counts.hinted, counts.postponed, kit.events(conn)) == (0, 1, [])
+    assert blocked() == 1
 
 
 def test_rg2_more_than_one_batch_is_dealt_with_in_one_look(

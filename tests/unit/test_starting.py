@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import uuid4
 
 import pytest
-from celery import Celery
+from celery import Celery, chain
 
 from umt_durable import Durable, TaskContext
+from umt_durable.bridge import sending
 from umt_durable.bridge.enqueuing import LARGE_INPUT_BYTES, run_of
+from umt_durable.bridge.offspring import ChildTasks
 from umt_durable.errors import DefinitionError, UnknownTaskError
 
 
@@ -24,8 +29,8 @@ def task() -> Iterator[Any]:
         return text
 
     @durable.task(name="starting.t", version=2)
-    def second(ctx: TaskContext, text: str, more: str = "") -> str:
-        return text + more
+    def second(ctx: TaskContext, text: str, more: str = "") -> bytes:
+        return (text + more).encode()
 
     yield second
     durable.stop()
@@ -52,6 +57,81 @@ def test_f4_a_version_that_is_not_there_starts_nothing(task: Any) -> None:
         version(task, version=3)
     with pytest.raises(DefinitionError, match="whole number"):
         version(task, version="1")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"countdown": "5"}, "countdown must be seconds, at most 36500 days, not '5'"),
+        ({"countdown": math.nan}, "countdown must be seconds, at most 36500 days, not nan"),
+        ({"countdown": True}, "countdown must be seconds"),
+        ({"countdown": timedelta(hours=1)}, "countdown must be seconds"),
+        ({"eta": "soon"}, "eta must be a datetime or ISO 8601 text, not 'soon'"),
+        ({"eta": 5}, "eta must be a datetime or ISO 8601 text, not 5"),
+        ({"expires": "5"}, "expires must be a datetime or ISO 8601 text, not '5'"),
+        ({"expires": math.inf}, "expires must be seconds, at most 36500 days, not inf"),
+        ({"priority": "high"}, "priority must be a whole number, not 'high'"),
+        ({"priority": 1.5}, "priority must be a whole number, not 1.5"),
+        ({"headers": [1]}, r"headers must be a dict with text keys, not \[1\]"),
+        ({"headers": {1: 2}}, "headers must be a dict with text keys"),
+        ({"exchange": 5}, "exchange must be a name or an Exchange, not 5"),
+    ],
+    ids=str,
+)
+def test_an_option_that_no_call_can_have_is_a_typed_error_that_names_it(
+    task: Any, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DefinitionError, match=rf"starting\.t: {said}"):
+        run_of(lambda: task.apply_async(("a",), **options))
+
+
+@pytest.mark.parametrize("options", [{"countdown": "5"}, {"eta": "soon"}, {"expires": "5"}, {"priority": 1.5}], ids=str)
+def test_an_ordinary_task_is_kept_with_options_that_it_can_have(task: Any, options: dict[str, Any]) -> None:
+    first, wrong = task.app.signature("plain.first"), task.app.signature("plain.label", ("a",)).set(**options)
+    with pytest.raises(DefinitionError, match=rf"plain\.label: {next(iter(options))} must be"):
+        sending.pack(task.app, chain(first, wrong), uuid4())
+    with pytest.raises(DefinitionError, match=rf"plain\.label: {next(iter(options))} must be"):
+        sending.pack(task.app, wrong, uuid4())
+
+
+def test_times_of_a_call_are_read_in_the_zone_of_the_app(task: Any) -> None:
+    task.app.conf.timezone = "Europe/Berlin"
+    run = run_of(
+        lambda: task.apply_async(("a",), eta="2026-07-01T12:00:00", expires=datetime.fromisoformat("2026-07-02T12:00"))
+    )
+    assert run is not None
+    assert run.wake_at == datetime(2026, 7, 1, 10, tzinfo=UTC)
+    assert run.expires_at == datetime(2026, 7, 2, 10, tzinfo=UTC)
+
+
+def test_f4_a_child_of_its_parents_own_task_takes_the_parents_version_unless_told(task: Any) -> None:
+    durable = task.app.umt_durable
+
+    @durable.task(name="starting.other", version=2)
+    def other(ctx: TaskContext, text: str) -> str:
+        return text
+
+    def planned(parent: str, call: Any, args: tuple[Any, ...] = ()) -> int | None:
+        children = ChildTasks(durable, parent)
+        children.claimed(1)
+        return children.plan(call, args, {}, "id", "step").version
+
+    assert planned("starting.t", task, ("a",)) == 1
+    assert planned("starting.t", "starting.t", ("a",)) == 1
+    assert planned("starting.t", task.s("a")) == 1
+    assert planned("starting.t", task.s("a", more="b").set(version=2)) == 2
+    assert planned("starting.t", other, ("a",)) == 2, "each task counts its own versions"
+    assert planned("starting.other", task, ("a",)) == 2
+    with pytest.raises(UnknownTaskError, match=r"starting\.t@3"):
+        planned("starting.t", task.s("a").set(version=3))
+
+
+def test_f4_the_result_of_a_child_is_typed_by_the_version_it_takes(task: Any) -> None:
+    children = ChildTasks(task.app.umt_durable, "starting.t")
+    assert children.annotation(task) is bytes
+    children.claimed(1)
+    assert children.annotation(task) is str
+    assert children.annotation(task.s("a").set(version=2)) is bytes
 
 
 def test_e1_large_arguments_are_reported_once_a_task(task: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -70,8 +70,9 @@ class FitStep(bootsteps.Step):
         take_over_panel()
         speak_as(worker.hostname)
         try:
+            runtime.check_tasks()
             runtime.check_schema()
-        except (ConfigurationError, DatabaseUnavailableError) as error:
+        except (ConfigurationError, DefinitionError, DatabaseUnavailableError) as error:
             raise UnfitWorkerError(str(error)) from error
         setattr(worker, INTAKE, Intake(runtime, batch=1) if is_gevent(worker.pool_cls) else Intake(runtime))
         for text in warnings_for(worker):

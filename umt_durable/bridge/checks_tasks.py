@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from celery.app.annotations import resolve_all
 
@@ -11,7 +11,11 @@ from umt_durable.bridge.findings import Finding, Findings, counted, fail, many, 
 from umt_durable.bridge.request import DurableRequest
 from umt_durable.bridge.strategy import is_durable
 from umt_durable.bridge.task import DurableTask
+from umt_durable.errors import DefinitionError
 from umt_durable.states import OWN
+
+if TYPE_CHECKING:
+    from umt_durable.bridge.durable import Durable
 
 PINNED: Final = {
     "acks_late": DurableTask.acks_late,
@@ -40,6 +44,18 @@ def acks(app: Any) -> Findings:
             " task_reject_on_worker_lost hold for plain tasks only: a hint is acked when a child accepts it, and the"
             " run's row, not the message, is what a lost worker leaves",
         )
+
+
+def retries(durable: Durable) -> Findings:
+    """Look whether each task names its retry policy, where it has to."""
+    if not durable.settings.strict_retry:
+        return
+    try:
+        durable.check_tasks()
+    except DefinitionError as error:
+        yield fail("retries", str(error), "name the policy of each, or take strict_retry out of the settings")
+    else:
+        yield ok("retries", "every durable task names its retry policy")
 
 
 def _overridden(app: Any, tasks: list[DurableTask]) -> Iterator[Finding]:

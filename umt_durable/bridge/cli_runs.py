@@ -196,9 +196,20 @@ def complete(ctx: click.Context, token: str, result: str | None, error: str | No
 @click.argument("step")
 @click.option("--result", metavar="JSON", help="The task was executed, and gave this.")
 @click.option("--error", metavar="TEXT", help="It failed, or was not executed: the step fails with this text.")
+@click.option("--reason", metavar="TEXT", help="Kept in the audit.")
+@actor_option
 @json_option
 @click.pass_context
-def resolve(ctx: click.Context, run_id: str, step: str, result: str | None, error: str | None, as_json: bool) -> None:
+def resolve(
+    ctx: click.Context,
+    run_id: str,
+    step: str,
+    result: str | None,
+    error: str | None,
+    reason: str | None,
+    who: str,
+    as_json: bool,
+) -> None:
     """Say how the task that a STEP awaits has ended, and let the run go on.
 
     For a run that is quarantined as uncertain_op; STEP is the step's key as `show` gives it.
@@ -207,9 +218,9 @@ def resolve(ctx: click.Context, run_id: str, step: str, result: str | None, erro
         raise click.UsageError("Give --result or --error, and not both.")
     client = checked(ctx).client
     if error is not None:
-        fact = client.resolve_step(run_id, step, error=error, actor=actor())
+        fact = client.resolve_step(run_id, step, error=error, actor=who, reason=reason)
     else:
-        fact = client.resolve_step(run_id, step, result=json_of(result or ""), actor=actor())
+        fact = client.resolve_step(run_id, step, result=json_of(result or ""), actor=who, reason=reason)
     emit({"run": run_id, "step": step, "fact": fact}, [Section("fact", ("fact",), [(fact,)])], as_json=as_json)
 
 

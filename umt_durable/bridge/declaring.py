@@ -28,6 +28,9 @@ from umt_durable.errors import DefinitionError
 if TYPE_CHECKING:
     from umt_durable.bridge.durable import Durable
 
+RETRIES: Final = ("durable_retry", "autoretry_for", "max_retries")
+"""The attributes by which an existing task names when it is tried again."""
+
 REJECTED = "umt.rejected"
 """The step that says that a body has put its message back into the queue."""
 
@@ -46,7 +49,7 @@ def declare(
     *,
     name: str | None,
     version: int,
-    retry: RetryPolicy,
+    retry: RetryPolicy | None,
     raises: Sequence[type[Exception]],
     on_mismatch: OnMismatch,
     options: Mapping[str, Any],
@@ -67,7 +70,8 @@ def declare(
             body=body,
             schema=codec.InputSchema(body, task=task_name, skip_context=True),
             function=body,
-            retry=retry,
+            retry=RetryPolicy.NONE if retry is None else retry,
+            names_retry=retry is not None,
             limit_seconds=options.get("time_limit"),
             raises=tuple(raises),
             on_mismatch=on_mismatch,
@@ -127,6 +131,7 @@ def adopt(durable: Durable, task: Any) -> None:
             function=function,
             takes_context=False,
             retry=getattr(task, "durable_retry", BY_CELERY),
+            names_retry=any(name in vars(one) for one in _own_classes(task) for name in RETRIES),
             limit_seconds=task.time_limit,
             on_mismatch=task.durable_on_mismatch,
             carry=argument,
@@ -134,6 +139,11 @@ def adopt(durable: Durable, task: Any) -> None:
             owner=f"{task.__module__}.{task.__qualname__}",
         )
     )
+
+
+def _own_classes(task: type) -> list[type]:
+    """Return the classes of a task that are not Celery's and not of this package."""
+    return [one for one in task.__mro__ if one not in DurableTask.__mro__]
 
 
 def _run(app: Any, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -78,6 +78,7 @@ def examine(project: Project) -> Iterator[Finding]:
         yield from checks_broker.priorities(durable.app, used)
     yield from checks_settings.celery_settings(durable.app.conf, settings, longest_parked=longest)
     yield from checks_tasks.acks(durable.app)
+    yield from checks_tasks.retries(durable)
 
 
 def _lacking(conn: Connection) -> list[str]:

@@ -114,7 +114,7 @@ class Durable(AsyncVerbs, PauseVerbs):
         *,
         name: str | None = None,
         version: int = 1,
-        retry: RetryPolicy = RetryPolicy.NONE,
+        retry: RetryPolicy | None = None,
         raises: Sequence[type[Exception]] = (),
         on_mismatch: OnMismatch = "park",
         **options: Any,
@@ -126,7 +126,7 @@ class Durable(AsyncVerbs, PauseVerbs):
         *,
         name: str | None = None,
         version: int = 1,
-        retry: RetryPolicy = RetryPolicy.NONE,
+        retry: RetryPolicy | None = None,
         raises: Sequence[type[Exception]] = (),
         on_mismatch: OnMismatch = "park",
         **options: Any,
@@ -138,7 +138,7 @@ class Durable(AsyncVerbs, PauseVerbs):
         *,
         name: str | None = None,
         version: int = 1,
-        retry: RetryPolicy = RetryPolicy.NONE,
+        retry: RetryPolicy | None = None,
         raises: Sequence[type[Exception]] = (),
         on_mismatch: OnMismatch = "park",
         **options: Any,
@@ -149,18 +149,18 @@ class Durable(AsyncVerbs, PauseVerbs):
         *,
         name: str | None = None,
         version: int = 1,
-        retry: RetryPolicy = RetryPolicy.NONE,
+        retry: RetryPolicy | None = None,
         raises: Sequence[type[Exception]] = (),
         on_mismatch: OnMismatch = "park",
         **options: Any,
     ) -> Any:
         """Make a durable task of a function, or a coroutine function, that takes the context first.
 
-        Shape: `retry` is the policy of the run and of each step without one of its own; `raises` are exception classes
-        that come back as themselves from the journal; `on_mismatch` says what becomes of a run whose code asks for
-        another step than is recorded: `park` it for a person, `fail` it, or `warn` and go on, the step being executed
-        beside what is recorded. Other options are Celery's. Two versions of one name may be
-        declared side by side: new runs take the highest.
+        Shape: `retry` is the policy of the run and of each step without one of its own, by default `NONE`; `raises` are
+        exception classes that come back as themselves from the journal; `on_mismatch` says what becomes of a run whose
+        code asks for another step than is recorded: `park` it for a person, `fail` it, or `warn` and go on, the step
+        being executed beside what is recorded. Other options are Celery's. Two versions of one name may be declared
+        side by side: new runs take the highest.
         Errors: DuplicateTaskError; DefinitionError.
         """
 
@@ -223,10 +223,17 @@ class Durable(AsyncVerbs, PauseVerbs):
         return self.client.fail(token, error, conn=conn, actor=actor)
 
     def resolve_step(
-        self, run_id: str, step: str, *, result: Any = MISSING, error: str | None = None, actor: str | None = None
+        self,
+        run_id: str,
+        step: str,
+        *,
+        result: Any = MISSING,
+        error: str | None = None,
+        actor: str | None = None,
+        reason: str | None = None,
     ) -> UUID:
         """Say how the task that a step awaits has ended; see `Client.resolve_step`."""
-        return self.client.resolve_step(run_id, step, result=result, error=error, actor=actor)
+        return self.client.resolve_step(run_id, step, result=result, error=error, actor=actor, reason=reason)
 
     def emit(
         self,
@@ -491,6 +498,18 @@ class Durable(AsyncVerbs, PauseVerbs):
         """
         self.app.finalize(auto=True)  # tasks are declared once Celery has evaluated them
         self.tasks.take_only(text.split(","))
+
+    def check_tasks(self) -> None:
+        """Return if each task names its retry policy, or need not.
+
+        Errors: DefinitionError names those that do not.
+        """
+        self.app.finalize(auto=True)
+        if self.settings.strict_retry and (names := self.tasks.without_retry()):
+            raise DefinitionError(
+                f"strict_retry is on, and no retry policy is named by {', '.join(names)}; give each one retry=,"
+                " such as RetryPolicy.NETWORK or RetryPolicy.NONE"
+            )
 
     def declare_versions(self) -> Lease:
         """Make a lease for this process that declares what it takes, and return it."""

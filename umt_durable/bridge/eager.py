@@ -30,12 +30,13 @@ class EagerReporter:
     wrote = False
     trace_id = None
 
-    def __init__(self, durable: Durable) -> None:
+    def __init__(self, durable: Durable, task: DurableTask) -> None:
         self.ordinary = CeleryTasks(durable)
-        self.durable_tasks = ChildTasks(durable)
+        self.durable_tasks = ChildTasks(durable, task.name)
 
     def claimed(self, grant: Grant) -> None:
         """Leave the request as the caller made it."""
+        self.durable_tasks.claimed(grant.version)
 
     def callbacks(self, state: RunState) -> int:
         """Return none: the tracer calls them."""
@@ -84,7 +85,7 @@ def perform_eagerly(
     said = enqueuing.Enqueuing(ref=said.ref, attributes=said.attributes)
     take_in(durable.database, durable.settings, [enqueuing.new_run(durable, message, said)])
     with enqueuing.enqueuing({}):
-        outcome = durable.executor().execute(delivery, EagerReporter(durable))
+        outcome = durable.executor().execute(delivery, EagerReporter(durable, task))
     if isinstance(outcome, Finished) and outcome.error is not None:
         raise outcome.error
     if isinstance(outcome, Finished) and outcome.state is RunState.SUCCEEDED:

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from celery import current_task
 from celery.backends.rpc import RPCBackend
 from celery.utils.log import get_logger
-from celery.utils.time import maybe_iso8601
 from kombu.exceptions import OperationalError
 
 from umt_durable import tracing
+from umt_durable.bridge import options as options_of_calls
 from umt_durable.bridge import sending
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.message import TaskMessage, parse_publish
@@ -162,7 +162,8 @@ def send_task(durable: Durable, original: Callable[..., Any], name: str, *args: 
     mine = replace(before) if before is not None else Enqueuing()
     token = _current.set(mine)
     try:
-        _take_times(mine, durable.app, options)
+        options_of_calls.check(name, options, durable.app)
+        _take_times(name, mine, durable.app, options)
         mine.ignore_result = options.get("ignore_result")
         prepare_reply(durable.app, options)
         options["producer"] = _NoProducer(options.get("producer"))
@@ -236,9 +237,11 @@ def _announce(app: Any, producer: Any, new: NewRun, event: Mapping[str, Any]) ->
 def new_run(durable: Durable, message: TaskMessage, mine: Enqueuing) -> NewRun:
     """Make the run of a call, its arguments validated against the version it asks for, by default the highest.
 
-    Errors: InputError, EncodingError, UnknownTaskError.
+    Errors: InputError, EncodingError, UnknownTaskError; DefinitionError for a task that has to name its retry policy.
     """
     definition = durable.tasks.get(message.task, mine.version)
+    if durable.settings.strict_retry and not definition.names_retry:
+        durable.check_tasks()
     encoded = definition.encode_call(message.args, message.kwargs)
     _tell_large(definition.name, len(encoded.data))
     envelope = message.envelope
@@ -294,14 +297,15 @@ def foreign_run(message: TaskMessage, encoded: Any) -> NewRun:
     )
 
 
-def _take_times(mine: Enqueuing, app: Any, options: dict[str, Any]) -> None:
-    countdown, eta = options.pop("countdown", None), options.pop("eta", None)
-    mine.countdown = None if not countdown else float(countdown)
+def _take_times(name: str, mine: Enqueuing, app: Any, options: dict[str, Any]) -> None:
+    countdown, eta, expires = (options.pop(one, None) for one in ("countdown", "eta", "expires"))
+    mine.countdown = float(countdown) if countdown else None
     if eta is not None:
-        found = maybe_iso8601(eta)
-        mine.eta = found if found.tzinfo is not None else found.replace(tzinfo=app.timezone)
-    if isinstance(options.get("expires"), int | float):
-        mine.expires_in = float(options.pop("expires"))
+        mine.eta = options_of_calls.moment(name, "eta", eta, app)
+    if isinstance(expires, int | float):
+        mine.expires_in = float(expires)
+    elif expires is not None:
+        options["expires"] = options_of_calls.moment(name, "expires", expires, app)
 
 
 def prepare_reply(app: Any, options: Mapping[str, Any]) -> None:

@@ -15,10 +15,20 @@ if TYPE_CHECKING:
 
 
 class ChildTasks:
-    """The durable tasks of an app."""
+    """The durable tasks of an app, as children of one run.
 
-    def __init__(self, durable: Durable) -> None:
+    Keeps: a child of its parent's own task takes the parent's version, unless its call names another one: the code that
+    calls it was written for that one (F4). A child of another task takes the highest, as any new run.
+    """
+
+    def __init__(self, durable: Durable, parent: str) -> None:
         self._durable = durable
+        self._parent = parent
+        self._version: int | None = None
+
+    def claimed(self, version: int) -> None:
+        """Take in which version of its task the parent is executed by."""
+        self._version = version
 
     def plan(self, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any], id: str, step: str) -> NewRun:
         """Make the run of a call, without starting it.
@@ -28,6 +38,8 @@ class ChildTasks:
         name = self.name(task, step)
         signature = task.clone() if isinstance(task, Signature) else self._durable.app.tasks[name].s(*args, **kwargs)
         signature.options["task_id"] = id
+        if (version := self._version_of(name, task)) is not None:
+            signature.options["version"] = version
         new = enqueuing.run_of(lambda: signature.apply_async(add_to_parent=False))
         if new is None:
             raise DefinitionError(f"step {step!r}: {name} is called in a way that starts no run")
@@ -49,5 +61,11 @@ class ChildTasks:
         return name
 
     def annotation(self, task: Any) -> Any:
-        """Return what a durable task's result is typed by."""
-        return self._durable.tasks.get(self.name(task, "")).result
+        """Return what a durable task's result is typed by, in the version that its child takes."""
+        name = self.name(task, "")
+        return self._durable.tasks.get(name, self._version_of(name, task)).result
+
+    def _version_of(self, name: str, task: Any) -> Any:
+        """Return the version that a call names, or that its task's caller has; None is the highest."""
+        named = task.options.get("version") if isinstance(task, Signature) else None
+        return self._version if named is None and name == self._parent else named

@@ -41,7 +41,7 @@ class CeleryReporter:
 
     def __init__(self, durable: Durable, task: DurableTask, request: Context) -> None:
         self.ordinary: OrdinaryTasks = CeleryTasks(durable)
-        self.durable_tasks: DurableTasks = ChildTasks(durable)
+        self._children = ChildTasks(durable, task.name)
         self._task = task
         self._request = request
         self.envelope: Envelope = EMPTY
@@ -51,6 +51,7 @@ class CeleryReporter:
     def claimed(self, grant: Grant) -> None:
         """Make the request what the run's row says; nothing else in the delivered message is believed."""
         self.envelope = Envelope.from_bytes(grant.envelope)
+        self._children.claimed(grant.version)
         try:
             args, kwargs = codec.decode_arguments(grant.args, None, grant.codec)
         except DecodingError:  # the engine quarantines the run for it
@@ -60,6 +61,11 @@ class CeleryReporter:
         if not any(self._request.timelimit):
             self._request.update(timelimit=[self._task.time_limit, self._task.soft_time_limit])
         self.age_seconds = grant.age_seconds
+
+    @property
+    def durable_tasks(self) -> DurableTasks:
+        """The durable tasks that can be children of the run."""
+        return self._children
 
     @property
     def stores(self) -> bool:

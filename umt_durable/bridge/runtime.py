@@ -176,6 +176,12 @@ class DurableRuntime(Protocol):
         Errors: UnknownTaskError, DefinitionError.
         """
 
+    def check_tasks(self) -> None:
+        """Return if each task names its retry policy, or need not.
+
+        Errors: DefinitionError names those that do not.
+        """
+
     def check_schema(self) -> None:
         """Return if the schema fits this code. Leaves no connection open: the pool forks afterwards.
 

@@ -17,12 +17,12 @@ from uuid import UUID, uuid5
 
 from celery.canvas import Signature
 from celery.result import GroupResult
-from celery.utils.time import maybe_iso8601
 from kombu import compression as kombu_compression
 from kombu import serialization
 from vine import barrier
 
 from umt_durable import codec
+from umt_durable.bridge import options as options_of_calls
 from umt_durable.bridge import signatures
 from umt_durable.bridge.destination import counts_priority_down, name_of, our_priority
 from umt_durable.bridge.outgoing import Outgoing
@@ -58,7 +58,8 @@ def pack(app: Celery, signature: Signature, id: UUID, *, task_id: str | None = N
     """Give a signature as the outbox row `id` keeps it, each part with an id that stays.
 
     Shape: `task_id` is that of the task itself, or of the last one of a chain, the body of a chord, the group.
-    Errors: EncodingError, naming the path, for what JSON cannot hold, or is too large.
+    Errors: EncodingError, naming the path, for what JSON cannot hold, or is too large; DefinitionError for an option
+    that no call can have.
     """
     where = f"the signature of {signature.task}"
     copy: dict[str, Any] = signatures.copied(signature, where)
@@ -67,12 +68,14 @@ def pack(app: Celery, signature: Signature, id: UUID, *, task_id: str | None = N
     signatures.name_parts(copy, ["send", str(id)])
     for index, link in enumerate(signatures.links(copy)):
         signatures.name_parts(link, ["send", str(id), "link", index])
+    for part in signatures.parts(copy):
+        options_of_calls.check(str(part.get("task")), part.get("options") or {}, app)
     options = copy["options"]
     delay, due = None, None
     if _is_single(copy):
         countdown, eta = options.pop("countdown", None), options.pop("eta", None)
         delay = timedelta(seconds=float(countdown)) if countdown else None
-        due = None if eta is None else _aware(maybe_iso8601(eta), app)
+        due = None if eta is None else options_of_calls.moment(signature.task, "eta", eta, app)
     if any(part.get("subtask_type") == "chord" for part in signatures.parts(copy)):
         app.backend.ensure_chords_allowed()  # told at the call, and not to the relay
     root, parent = _family(app)
@@ -272,7 +275,3 @@ def _family(app: Celery) -> tuple[str | None, str | None]:
     """Return the root's and the own id of the task that is being executed, as Celery passes them on."""
     task = app.current_worker_task
     return (task.request.root_id or task.request.id, task.request.id) if task else (None, None)
-
-
-def _aware(at: datetime, app: Celery) -> datetime:
-    return at if at.tzinfo is not None else at.replace(tzinfo=app.timezone)

@@ -342,18 +342,27 @@ class Client(Completing, Access):
         self._notify()
 
     def resolve_step(
-        self, run_id: str, step: str, *, result: Any = MISSING, error: str | None = None, actor: str | None = None
+        self,
+        run_id: str,
+        step: str,
+        *,
+        result: Any = MISSING,
+        error: str | None = None,
+        actor: str | None = None,
+        reason: str | None = None,
     ) -> UUID:
         """Say how the task that a step awaits has ended, and return the id of the fact that says so.
 
         Exactly one of `result` and `error` is given; the step gives that result, or fails with StepFailedError. It is
         for a run that is quarantined as `uncertain_op`, and holds as soon as the step waits; what came first counts.
-        Shape: `step` is the step's key as in the history.
+        Shape: `step` is the step's key as in the history. The audit keeps who is named as `actor`, with the `reason`.
         Errors: UnknownRunError; UnknownStepError when no such step waits for an answer; DefinitionError.
         """
         if (result is MISSING) == (error is None):
             raise DefinitionError(f"step {step!r}: give its result, or the error it is to fail with, and not both")
-        self.get(run_id)
+        if actor is not None or reason is not None:
+            check_person(actor, reason)
+        run = self.get(run_id)
         if not isinstance(step, str) or not texts.is_storable(step):
             raise UnknownStepError(run_id, step)
         found = self._do(lambda conn: waits.awaited(conn, run_id, None, PREFIX + str(step)))
@@ -361,7 +370,22 @@ class Client(Completing, Access):
             raise UnknownStepError(run_id, step)
         answer = Answer(result) if error is None else Answer(failure=failures.decided(error))
         payload = answer.to_bytes(f"the result of step {step!r}")
-        return self._say(run_id, json.loads(found.address)[2], payload, conn=None, actor=actor, dedupe=None)
+        name, id = json.loads(found.address)[2], uuid4()
+        parameters = {"run": run.id, "name": name, "payload": payload, "actor": actor, "dedupe": None, "fact": id}
+
+        def say(conn: Connection) -> None:
+            with conn.transaction():
+                if facts.ask(conn, parameters) is None:
+                    raise UnknownRunError(run_id)
+                if actor is not None:
+                    detail = f"step {step}: {'result' if error is None else 'error'}"
+                    audit.add(conn, id, "resolve", run=run.no, actor=actor, reason=reason, detail=detail)
+
+        point("signal.commit.b")
+        self._do(say)
+        point("signal.commit.a")
+        self._route(id)
+        return id
 
     def emit(
         self,

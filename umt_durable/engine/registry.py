@@ -31,7 +31,8 @@ class TaskDefinition:
 
     Shape: `body` takes the context first when `takes_context`; `schema` validates and types its other arguments;
     `function` is what was written, whose return annotation types the results where the body takes the context: of an
-    existing task it was never more than a hint. `checks_calls` is off for a task that takes any call and fails for the
+    existing task it was never more than a hint. `names_retry` is off where `retry` is only what a task without a policy
+    of its own gets. `checks_calls` is off for a task that takes any call and fails for the
     wrong ones when it is executed, as with Celery's `typing=False`. `carry` gives an argument as the body will get it.
     Units: `limit_seconds` is the attempt's own deadline; None is none.
     """
@@ -43,6 +44,7 @@ class TaskDefinition:
     function: Callable[..., Any]
     takes_context: bool = True
     retry: RetryPolicy = field(default_factory=lambda: RetryPolicy.NONE)
+    names_retry: bool = True
     limit_seconds: float | None = None
     checks_calls: bool = True
     raises: tuple[type[Exception], ...] = ()
@@ -117,6 +119,11 @@ class TaskRegistry:
         if not versions or (version is not None and version not in versions):
             raise UnknownTaskError(name if version is None else f"{name}@{version}", self.declared())
         return versions[max(versions) if version is None else version]
+
+    def without_retry(self) -> list[str]:
+        """Return the versions that have no retry policy of their own, as `name@1`."""
+        every = (one for versions in self._tasks.values() for one in versions.values())
+        return sorted(f"{one.name}@{one.version}" for one in every if not one.names_retry)
 
     def versions(self, name: str) -> list[int]:
         """Return the registered versions of a task, the lowest first."""

@@ -142,6 +142,8 @@ class Redispatch:
 
     def _divide(self, overdue: Sequence[_Overdue]) -> tuple[list[int], list[int]]:
         """Divide overdue runs into those whose hints are missing and those that only need more time."""
+        for task, number in Tally(one.task for one in overdue if not one.live).items():
+            telemetry.count(telemetry.Counter.BLOCKED_RUN, number, task=task)
         again: list[int] = []
         later: list[int] = []
         queues: _Queues | None = None
