@@ -128,6 +128,49 @@ def test_steps_awaited_together_are_done_one_after_the_other(engine: Engine) -> 
     assert [what for what, _ in entered] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("kind", ["async body", "plain body"])
+def test_d13_a_check_may_be_a_coroutine_function(engine: Engine, clock: Clock, kind: str) -> None:
+    asked: list[Any] = []
+
+    async def shipped() -> str | None:
+        await tell(asked, "check", 0)
+        return "sent" if len(asked) == 2 else None
+
+    @engine.task("async body")
+    async def waits(ctx: AsyncTaskContext) -> list[str]:
+        fact = await ctx.step.wait_for_fact("shipped", check=shipped, poll=timedelta(seconds=30))
+        return [fact.payload, fact.source]
+
+    @engine.task("plain body")
+    def waits_too(ctx: TaskContext) -> list[str]:
+        fact = ctx.step.wait_for_fact("shipped", check=shipped, poll=timedelta(seconds=30))
+        return [fact.payload, fact.source]
+
+    run_id, outcome = engine.run(kind)
+    assert isinstance(outcome, Parked)
+    clock.advance(seconds=31)
+    engine.timers()
+    outcome = engine.process().deliver(run_id, kind)
+
+    assert isinstance(outcome, Finished)
+    assert outcome.value == ["sent", "check"]
+    assert asked == [("check", "umt_durable loop")] * 2
+
+
+def test_d13_a_check_on_the_loop_is_given_no_connection(engine: Engine) -> None:
+    async def shipped(conn: Any) -> bool:
+        return True
+
+    @engine.task("t")
+    async def body(ctx: AsyncTaskContext) -> None:
+        await ctx.step.wait_for_fact("shipped", check=shipped)
+
+    _, outcome = engine.run("t")
+
+    assert isinstance(outcome, Finished)
+    assert "a check that is a coroutine function takes nothing" in str(outcome.error)
+
+
 def test_a_failed_async_step_is_retried_recorded_and_raised_as_its_own_type(engine: Engine) -> None:
     entered: list[int] = []
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeAlias
 import psycopg
 
 from umt_durable import codec, texts
+from umt_durable.engine.functions import check_function
 from umt_durable.engine.passing import LONGEST
 from umt_durable.errors import DefinitionError
 from umt_durable.store import waits
@@ -26,7 +27,10 @@ else:
     T = TypeVar("T")
 
 Check: TypeAlias = Callable[[], Any] | Callable[[psycopg.Connection[tuple[Any, ...]]], Any]
-"""What a wait asks whether it is over: a function of nothing, or of a connection that may only read."""
+"""What a wait asks whether it is over: a function of nothing, or of a connection that may only read.
+
+A coroutine function takes nothing: it would use that connection on the event loop, where nothing may wait.
+"""
 
 DEFAULT_POLL = timedelta(minutes=1)
 MODES = ("first", "latest", "queue")
@@ -104,12 +108,19 @@ class FactWait:
         codec.check_annotation(self.type, where=f"wait {self.name!r}: type")
         if self.mode not in MODES:
             raise DefinitionError(f"wait {self.name!r}: mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        if self.check is not None and (not callable(self.check) or inspect.iscoroutinefunction(self.check)):
-            raise DefinitionError(f"wait {self.name!r}: check must be a plain function, not {self.check!r}")
+        if self.check is not None:
+            check_function(f"wait {self.name!r}", "check", self.check)
+        if self.is_async and _needs(self.check):
+            raise DefinitionError(f"wait {self.name!r}: a check that is a coroutine function takes nothing")
         if self.check is not None and _needs(self.check) > 1:
             raise DefinitionError(
                 f"wait {self.name!r}: check takes nothing, or a connection to read with, and no more: {self.check!r}"
             )
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the check is a coroutine function."""
+        return inspect.iscoroutinefunction(self.check)
 
     @property
     def reads(self) -> bool:
@@ -121,7 +132,7 @@ class FactWait:
         return waits.run_address(run_id, self.name) if self.key is None else waits.key_address(self.name, self.key)
 
 
-def _needs(function: Callable[..., Any]) -> int:
+def _needs(function: Any) -> int:
     """Return how many arguments a function cannot be called without; 0 of one that does not say."""
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -15,6 +15,7 @@ from umt_durable.engine.exits import Canceled, Exit
 from umt_durable.engine.failures import mark_recorded
 from umt_durable.engine.functions import check_function
 from umt_durable.engine.passing import Pass
+from umt_durable.engine.recording import run_coroutine
 from umt_durable.engine.replay import beside
 from umt_durable.engine.waitables import (
     DEFAULT_POLL,
@@ -336,6 +337,8 @@ class Waiting:
     def _ask(self, fact: FactWait) -> Any:
         check: Callable[..., Any] | None = fact.check
         assert check is not None
+        if fact.is_async:
+            return run_coroutine(self._pass, check(), preemptible=True)
         if not fact.reads:
             return check()
         with self._pass.database.reading() as conn:

@@ -83,10 +83,11 @@ class WaitSteps:
 
         Shape: `check` is asked after the wait is registered, with no lock held, and again every `poll` (default a
         minute); its first true answer settles the wait and is the payload. One that takes an argument is given a
-        psycopg Connection to our database, in autocommit, that may only read. `mode`: the `first` or the `latest` fact,
-        or the next of a `queue`. `type`: what the payload is read as, like a step's return annotation. `on_created` is
-        called with the address to say the fact at, once the wait is there; again after a crash in the middle of it.
-        With `default` a time-out gives a Fact with that payload instead of the error.
+        psycopg Connection to our database, in autocommit, that may only read; a coroutine function takes none.
+        `mode`: the `first` or the `latest` fact, or the next of a `queue`. `type`: what the payload is read as, like a
+        step's return annotation. `on_created` is called with the address to say the fact at, once the wait is there;
+        again after a crash in the middle of it. With `default` a time-out gives a Fact with that payload instead of the
+        error.
         Errors: FactTimeoutError after `timeout`, FactPayloadError for a fact that is not of `type`; either outcome is
         recorded and never changes.
         """
