@@ -127,3 +127,19 @@ def test_an_existing_task_continues_with_arguments_as_celery_carries_them(cli: C
     [run] = cli.tasks.durable.list(task="tests.loop")
     assert (run.state, run.generation) == ("ready", 1)
     assert kit.table(conn, "SELECT args FROM {}.run") == [(b'{"args":[[1,2]],"kwargs":{}}',)]
+
+
+def test_all_chosen_runs_are_forked_but_those_that_were_never_at_the_step(cli: Cli, conn: Connection) -> None:
+    run_id = ended(cli, conn)
+    other = cli.tasks.one_step.enqueue(2).id
+    cli("cancel", other)
+    kit.enqueue(conn)  # under way: not chosen
+
+    chosen = ("fork", "--from-step", "one", "--task", cli.tasks.one_step.name)
+    dry = json.loads(cli(*chosen, "--dry-run", "--json").stdout)
+    told = json.loads(cli(*chosen, "--yes", "--reason", "torn labels", "--json").stdout)
+
+    assert dry == {"act": "fork", "chosen": 2, "done": 0, "dry_run": True}
+    assert told == {"act": "fork", "chosen": 2, "done": 1, "dry_run": False}
+    assert kit.table(conn, "SELECT fork_of FROM {}.run_view WHERE fork_of IS NOT NULL") == [(run_id,)]
+    assert "fork is not possible for ready runs" in cli(*chosen, "--state", "ready", status=2).stderr

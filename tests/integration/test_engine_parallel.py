@@ -73,6 +73,25 @@ def test_branches_run_at_the_same_time_and_their_results_are_typed_by_label(engi
     }
 
 
+def test_g1_one_fact_ends_every_wait_of_a_run_for_its_name(engine: Engine) -> None:
+    @engine.task("t")
+    def body(ctx: TaskContext) -> Any:
+        def waits() -> Any:
+            return ctx.step.wait_for_fact("answer").payload
+
+        found = ctx.step.parallel({"left": waits, "right": waits, "pair": (ctx.step.wait_all, ["answer", "word"])})
+        return [found["left"], found["right"], [fact.payload for fact in found["pair"]]]
+
+    run_id, outcome = engine.run("t")
+    assert isinstance(outcome, Parked)
+    engine.client.signal(run_id, "answer", "yes")
+    assert isinstance(deliver(engine, run_id), Parked)
+    assert [wait.state for wait in engine.client.history(run_id).waits if wait.name == "answer"] == ["satisfied"] * 3
+    engine.client.signal(run_id, "word", "said")
+
+    assert value(deliver(engine, run_id)) == ["yes", "yes", ["yes", "said"]]
+
+
 def test_rg10_the_run_parks_when_all_branches_are_parked_until_the_earliest_is_due(
     engine: Engine, clock: Clock
 ) -> None:

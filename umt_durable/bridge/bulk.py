@@ -15,7 +15,7 @@ from umt_durable.bridge.console import emit, say
 from umt_durable.bridge.durable import Durable
 from umt_durable.durations import parse_duration
 from umt_durable.engine.client import hidden
-from umt_durable.errors import DurationError, UnknownRunError, WrongStatusError
+from umt_durable.errors import DurationError, UnknownRunError, UnknownStepError, WrongStatusError
 from umt_durable.states import PAUSED, RunState, divide
 from umt_durable.store import diagnosis
 
@@ -139,7 +139,7 @@ def _confirm(act: Act, count: int, *, yes: bool) -> None:
 def _did(act: Act, run_id: str) -> bool:
     try:
         act.do(run_id)
-    except (WrongStatusError, UnknownRunError):
+    except (WrongStatusError, UnknownRunError, UnknownStepError):
         return False
     return True
 

@@ -14,6 +14,7 @@ from umt_durable.bridge.durable import Durable
 from umt_durable.states import TERMINAL, RunState
 
 LIVE: Final = [state for state in RunState if state not in TERMINAL]
+ENDED: Final = [*sorted(TERMINAL), RunState.QUARANTINED]
 STANDING: Final = [RunState.QUARANTINED, RunState.FAILED, RunState.CANCELLED]
 
 
@@ -97,9 +98,9 @@ def retry(
 
 
 @click.command()
-@click.argument("run_id", metavar="RUN")
+@filters
 @click.option("--from-step", required=True, metavar="KEY", help="Its key as `show` gives it; it is executed anew.")
-@click.option("--input", "given", metavar="JSON", help="Other arguments: an object of all of them by name.")
+@click.option("--input", metavar="JSON", help="Other arguments: an object of all of them by name.")
 @click.option("--version", type=int, metavar="N", help="Another version of the task.")
 @click.option("--reason", metavar="TEXT", help="Kept in the audit.")
 @actor_option
@@ -107,20 +108,31 @@ def retry(
 @click.pass_context
 def fork(
     ctx: click.Context,
-    run_id: str,
+    /,
+    run_id: str | None,
     from_step: str,
-    given: str | None,
+    input: str | None,
     version: int | None,
     reason: str | None,
     who: str,
     as_json: bool,
+    **given: Any,
 ) -> None:
     """Start a new run that begins where RUN was at a step.
 
-    It has what was done before that step. RUN, which has ended or is quarantined, stays as it is.
+    It has what was done before that step. RUN, which has ended or is quarantined, stays as it is. Of many runs those
+    that were never at the step are passed over.
     """
-    durable = checked(ctx, tasks=given is not None)
-    arguments = None if given is None else json_of(given)
+    which = chosen(run_id, given)
+    durable = checked(ctx, tasks=input is not None)
+    arguments = None if input is None else json_of(input)
+    if which is not None:
+        fork_one = partial(
+            durable.fork, from_step=from_step, actor=who, reason=reason, input=arguments, version=version
+        )
+        do_to_many(durable, Act("fork", fork_one, ENDED, takes_paused=False), which, as_json=as_json)
+        return
+    assert run_id is not None
     made = durable.fork(run_id, from_step=from_step, actor=who, reason=reason, input=arguments, version=version)
     if as_json:
         emit({"run": run_id, "fork": made}, [], as_json=True)
