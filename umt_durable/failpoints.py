@@ -39,8 +39,6 @@ ENVIRONMENT: Final = "UMT_DURABLE_FAILPOINTS"
 ENVIRONMENT_LOG: Final = "UMT_DURABLE_FAILPOINTS_LOG"
 
 NAMES: Final[tuple[str, ...]] = (
-    "enqueue.insert_run",
-    "enqueue.insert_outbox",
     "enqueue.commit.b",
     "enqueue.commit.a",
     "enqueue.commit.r",
@@ -66,6 +64,7 @@ NAMES: Final[tuple[str, ...]] = (
     "step.commit.r",
     "items.commit.b",
     "items.commit.a",
+    "items.commit.r",
     "txstep.user_sql.a",
     "txstep.commit.b",
     "txstep.commit.a",
@@ -146,6 +145,16 @@ NAMES: Final[tuple[str, ...]] = (
     "release.commit.r",
     "continue.commit.b",
     "continue.commit.a",
+    "continue.commit.r",
+    "handover.commit.b",
+    "handover.commit.a",
+    "handover.commit.r",
+    "quarantine.commit.b",
+    "quarantine.commit.a",
+    "quarantine.commit.r",
+    "undo.commit.b",
+    "undo.commit.a",
+    "undo.commit.r",
     "retry.commit.b",
     "retry.commit.a",
     "retry.commit.r",

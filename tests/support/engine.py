@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
+import psycopg
+
 from tests.support.clock import Clock
 from umt_durable import codec
 from umt_durable.database import Database
@@ -222,6 +224,21 @@ def dying_at(name: str, nth: int = 1) -> Iterator[None]:
 
     with _at_points(die):
         yield
+
+
+@contextmanager
+def losing_at(name: str) -> Iterator[list[str]]:
+    """Have who comes first to a fail point see its connection broken; give how often the point was reached."""
+    seen: list[str] = []
+
+    def lose(reached: str) -> None:
+        if reached == name:
+            seen.append(reached)
+            if len(seen) == 1:
+                raise psycopg.OperationalError(f"the connection broke at {name}")
+
+    with _at_points(lose):
+        yield seen
 
 
 @contextmanager

@@ -68,10 +68,41 @@ def used_names() -> Iterator[tuple[str, str]]:
                     yield file.name, f"*{tail}"
 
 
+def given_names() -> set[str]:
+    """Return what is named to code that reaches its points for others: `lost=` a point, `at=` and `commit` a prefix."""
+    found: set[str] = set()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Call(func=ast.Name(id="commit"), args=[_, ast.Constant(value=str(name)), *_]):
+                    found |= {f"{name}.commit.{end}" for end in "bar"}
+                case ast.Call(func=ast.Attribute(attr="_do" | "_ask"), args=[_, ast.Constant(value=str(name))]):
+                    found |= {name} if name.endswith(".r") else {f"{name}.{end}" for end in "bar"}
+                case ast.keyword(arg="lost", value=ast.Constant(value=str(name))):
+                    found.add(name)
+                case ast.keyword(arg="at", value=ast.Constant(value=str(name))):
+                    found |= {f"{name}.{end}" for end in "bar"}
+                case ast.Assign(
+                    targets=[ast.Name(id="at")],
+                    value=ast.IfExp(body=ast.Constant(value=str(one)), orelse=ast.Constant(value=str(other))),
+                ):
+                    found |= {f"{name}.{end}" for name in (one, other) for end in "bar"}
+                case ast.arg(arg="lost"):
+                    found.add("step.commit.r")  # the default of `Attempt.commit`
+    return found
+
+
 def test_every_point_in_the_package_is_declared() -> None:
-    declared = [*failpoints.NAMES, *(re.sub(r"^[^.]+", "*", name) for name in failpoints.NAMES)]
+    declared = [*failpoints.NAMES, *(re.sub(r"^[^.]+", "*", name) for name in failpoints.NAMES), "*.b", "*.a", "*.r"]
 
     assert [use for use in used_names() if use[1] not in declared] == []
+    assert given_names() - set(failpoints.NAMES) == set()
+
+
+def test_every_declared_point_is_in_the_package() -> None:
+    placed = {name for _, name in used_names()} | given_names()
+
+    assert [name for name in failpoints.NAMES if name not in placed] == []
 
 
 def test_the_declared_names_are_distinct_and_follow_one_form() -> None:

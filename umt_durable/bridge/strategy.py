@@ -16,6 +16,7 @@ from celery.utils.log import get_logger
 from celery.worker.strategy import default
 from kombu import common
 
+from umt_durable import failpoints
 from umt_durable.bridge.fields import Fields
 from umt_durable.bridge.hint import EMPTY_BODY, VERSION
 from umt_durable.bridge.intake import ConsumerSide, refuse
@@ -89,6 +90,7 @@ class _Reception:
 
         def finish(taken_in: bool) -> None:
             if taken_in:
+                failpoints.point("intake.ack.b")
                 self._hand_on(message, safe_headers(foreign.headers, self._task), ack, reject, callbacks)
             else:
                 reject(logger, self._consumer.connection_errors, requeue=False)

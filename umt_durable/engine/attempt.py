@@ -194,12 +194,13 @@ class Attempt:
             and not self.signal.is_set()
         )
 
-    def write(self, work: Callable[[Guard], T], *, cancel: Callable[[T], bool]) -> T:
+    def write(self, work: Callable[[Guard], T], *, cancel: Callable[[T], bool], lost: str | None = None) -> T:
         """Run one fenced statement whose reply says whether a cancel is pending, and take it as the new proof.
 
+        Shape: `lost` is the fail point at which the reply is lost.
         Errors: Abandoned when the reply is None, the fenced answer; Canceled is left to the caller.
         """
-        sent, reply = self._ask(work)
+        sent, reply = self._ask(work, lost)
         if reply is None:
             telemetry.count(telemetry.Counter.FENCED_WRITE)
             raise Abandoned("the grant of this run has ended", fenced=True)
@@ -242,7 +243,7 @@ class Attempt:
             self.signal.raise_if_set()
             self._must_be_alive()
             point("step.grant.b")
-            reply = self.write(lambda guard: journal.start(guard, entry), cancel=_is_cancel)
+            reply = self.write(lambda guard: journal.start(guard, entry), cancel=_is_cancel, lost="step.grant.r")
             point("step.grant.a")
             assert reply is not None
             if reply.cancel:
@@ -266,12 +267,13 @@ class Attempt:
             self._bodies.pop(inside.key, None)
             _inside.set(inside.outside)
 
-    def commit(self, work: Callable[[Guard], bool | None], key: str) -> None:
+    def commit(self, work: Callable[[Guard], bool | None], key: str, *, lost: str = "step.commit.r") -> None:
         """Commit the outcome of a step by a fenced statement; after a lost reply look whether it was ours (I24).
 
+        Shape: `lost` is the fail point at which the reply is lost.
         Errors: Abandoned when the grant had ended: nothing was written.
         """
-        sent, reply = self._ask(work)
+        sent, reply = self._ask(work, lost)
         if reply is None:
             if self.read(lambda guard: journal.look(guard, key)) is None:
                 telemetry.count(telemetry.Counter.FENCED_WRITE)
@@ -286,7 +288,7 @@ class Attempt:
 
         Errors: Abandoned when the grant had ended: nothing was written.
         """
-        sent, reply = self._ask(lambda guard: journal.commit_many(guard, outcomes))
+        sent, reply = self._ask(lambda guard: journal.commit_many(guard, outcomes), "items.commit.r")
         written = set() if reply is None else set(reply[1])
         left = [one.entry.key for one in outcomes if one.entry.key not in written]
         if left and len(self.read(lambda guard: journal.look_many(guard, left))) < len(left):
@@ -295,12 +297,15 @@ class Attempt:
         self._proof = None if left or reply is None or reply[0] else sent
         self._explicit = False
 
-    def end(self, work: Callable[[Guard], T], *, ended_as: tuple[AttemptOutcome, ...]) -> T | None:
+    def end(self, work: Callable[[Guard], T], *, ended_as: tuple[AttemptOutcome, ...], at: str) -> T | None:
         """End the grant by a fenced statement: its reply, or None when a lost reply turns out to have been ours.
 
+        Shape: `at` is the prefix of the fail points around it.
         Errors: Canceled when a cancel is pending, Abandoned when the grant had ended otherwise.
         """
-        _, reply = self._ask(work)
+        point(f"{at}.b")
+        _, reply = self._ask(work, f"{at}.r")
+        point(f"{at}.a")
         if reply is not None and reply is not False:
             return reply
         is_there, outcome = self.read(attempts.look)
@@ -318,10 +323,13 @@ class Attempt:
         """
         return self._ask(work)[1]
 
-    def _ask(self, work: Callable[[Guard], T]) -> tuple[float, T]:
+    def _ask(self, work: Callable[[Guard], T], lost: str | None = None) -> tuple[float, T]:
         def once(conn: Connection) -> tuple[float, T]:
             sent = boottime()  # a repeat is sent anew, and its reply is a proof of its own age
-            return sent, work(Guard(conn, self.token))
+            reply = work(Guard(conn, self.token))
+            if lost is not None:
+                point(lost)
+            return sent, reply
 
         try:
             return self._database.do(once)

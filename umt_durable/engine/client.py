@@ -81,8 +81,20 @@ class Access:
         self.ops = Ops(database, settings)
         """The external effects of the runs, and what people say of them."""
 
-    def _do(self, work: Callable[[Connection], T]) -> T:
-        return self._database.do(work, seconds=CALL_SECONDS)
+    def _do(self, work: Callable[[Connection], T], at: str | None = None) -> T:
+        """Run work in a transaction of its own; `at` is the prefix of the fail points around its commit."""
+        if at is None:
+            return self._database.do(work, seconds=CALL_SECONDS)
+
+        def once(conn: Connection) -> T:
+            reply = work(conn)
+            point(f"{at}.r")
+            return reply
+
+        point(f"{at}.b")
+        reply = self._database.do(once, seconds=CALL_SECONDS)
+        point(f"{at}.a")
+        return reply
 
     def _call(self, who: Caller, name: str, parameters: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Run one of our statements in a caller's transaction.
@@ -132,14 +144,14 @@ class Client(Completing, Access):
         """
         _check_run(new)
         parameters = runs.enqueue_parameters(new, deliver_seconds=self._settings.deliver_seconds)
-        point("enqueue.commit.b")
         if conn is None:
-            done = self._do(lambda own: runs.enqueue(own, new, deliver_seconds=self._settings.deliver_seconds))
+            done = self._do(
+                lambda own: runs.enqueue(own, new, deliver_seconds=self._settings.deliver_seconds), "enqueue.commit"
+            )
         else:
             row = self._call(caller(conn), "enqueue_run", parameters)
             assert row is not None
             done = Enqueued(*row)
-        point("enqueue.commit.a")
         if done.outcome == "conflict":
             assert new.key is not None
             raise IdempotencyConflictError(new.task, new.key, done.id)
@@ -381,9 +393,7 @@ class Client(Completing, Access):
                     detail = f"step {step}: {'result' if error is None else 'error'}"
                     audit.add(conn, id, "resolve", run=run.no, actor=actor, reason=reason, detail=detail)
 
-        point("signal.commit.b")
-        self._do(say)
-        point("signal.commit.a")
+        self._do(say, "signal.commit")
         self._route(id)
         return id
 
@@ -411,8 +421,7 @@ class Client(Completing, Access):
         data = codec.encode(payload, codec.EMPTY, where=f"the payload of fact {name!r}").data
         parameters = {"name": name, "key": key, "payload": data, "actor": actor, "dedupe": dedupe, "fact": uuid4()}
         if conn is None:
-            fact = self._do(lambda own: facts.emit(own, parameters))
-            point("signal.commit.a")
+            fact = self._do(lambda own: facts.emit(own, parameters), "signal.commit")
             self._route(fact)
             return fact
         row = self._call(caller(conn), "emit_fact", parameters)
@@ -511,13 +520,12 @@ class Client(Completing, Access):
         }
         # A role that may only signal and cancel has no right to what else is asked by reserved names.
         is_open = name == Kind.CANCEL.fact or not name.startswith(RESERVED)
-        point("signal.commit.b")
         if conn is None:
-            fact = self._do(lambda own: (facts.signal if is_open else facts.ask)(own, parameters))
+            at = "cancel.commit" if name == Kind.CANCEL.fact else "signal.commit"
+            fact = self._do(lambda own: (facts.signal if is_open else facts.ask)(own, parameters), at)
         else:
             row = self._call(caller(conn), "signal_run" if is_open else "ask_run", parameters)
             fact = None if row is None or row[0] is None else UUID(str(row[0]))
-        point("signal.commit.a")
         if fact is None:
             raise UnknownRunError(run_id)
         if conn is None:

@@ -14,7 +14,6 @@ from umt_durable.engine import failures
 from umt_durable.engine.answers import Answer
 from umt_durable.engine.tokens import Begun, Tokens, read
 from umt_durable.errors import DefinitionError, ExpiredTokenError, StaleTokenError, UnknownRunError, UsedTokenError
-from umt_durable.failpoints import point
 from umt_durable.records import Completed
 from umt_durable.session import caller
 from umt_durable.states import CompletionOutcome
@@ -30,7 +29,7 @@ class Completing:
 
     if TYPE_CHECKING:
 
-        def _do(self, work: Callable[[Connection], T]) -> T: ...
+        def _do(self, work: Callable[[Connection], T], at: str | None = None) -> T: ...
 
         def _call(self, who: Caller, name: str, parameters: Mapping[str, Any]) -> tuple[Any, ...] | None: ...
 
@@ -69,14 +68,12 @@ class Completing:
             "actor": actor,
             "fact": uuid4(),
         }
-        point("signal.commit.b")
         if conn is None:
-            done = self._do(partial(facts.complete, parameters=parameters))
+            done = self._do(partial(facts.complete, parameters=parameters), "signal.commit")
         else:
             row = self._call(caller(conn), "complete_step", parameters)
             assert row is not None
             done = facts.read_completed(row)
-        point("signal.commit.a")
         fact = _checked(begun, done)
         if conn is None:
             self._route(fact)

@@ -139,9 +139,7 @@ class _Call:
         key = UUID(op_idempotency_key(self._op.namespace, self._op.op_key))
 
         def begin(guard: Guard) -> ledger.Begun | None:
-            done = ledger.begin(guard, self._op, token=self._token, idem_key=key, request_digest=digest)
-            point("op.begin.r")
-            return done
+            return ledger.begin(guard, self._op, token=self._token, idem_key=key, request_digest=digest)
 
         point("op.begin.b")
         turn = self._begun(begin)
@@ -172,7 +170,7 @@ class _Call:
         return _Turn(turn, resumed)
 
     def _begun(self, work: Callable[[Guard], ledger.Begun | None]) -> int | None:
-        reply = self._attempt.write(work, cancel=lambda reply: reply is not None and reply.cancel)
+        reply = self._attempt.write(work, cancel=lambda reply: reply is not None and reply.cancel, lost="op.begin.r")
         assert reply is not None
         if reply.cancel:
             raise Canceled("cancelled")
@@ -276,15 +274,10 @@ class _Call:
         def settle(guard: Guard) -> bool | None:
             return ledger.settle(guard, self._op, entry, token=held, result=encoded.data, digest=encoded.digest)
 
-        def once(guard: Guard) -> bool | None:
-            done = settle(guard)
-            point("op.done.r")
-            return done
-
         point("op.done.b")
         commit = self._effect.commit
         if commit is None:
-            self._attempt.commit(once, entry.key)
+            self._attempt.commit(settle, entry.key, lost="op.done.r")
         else:
             record = Record(lambda tx: commit(tx, decoded), lambda _: (None, None), lambda guard, _: settle(guard))
             run_in_transaction(self._pass, entry, self._effect.binding, record, where=self._where)

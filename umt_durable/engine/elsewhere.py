@@ -150,6 +150,7 @@ class LedgerStep:
                 raise _LaterAttemptError
             point("ledger.commit.b")
             self._tx, self._committing = tx, True
+        point("ledger.commit.r")
         return done, decoded
 
     @contextmanager

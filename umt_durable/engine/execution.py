@@ -169,7 +169,7 @@ class Execution:
             return begun or None
 
         try:
-            self._attempt.end(begin, ended_as=(AttemptOutcome.CANCELLED,))
+            self._attempt.end(begin, ended_as=(AttemptOutcome.CANCELLED,), at="undo.commit")
         except Canceled:  # there was nothing to undo after all: whoever takes the run over ends it
             raise Abandoned("its cancel could not be applied", fenced=False) from None
         self._database.notify()
@@ -312,9 +312,9 @@ class Execution:
                     outbox.keep_callback(guard, payload=how.message, hold_seconds=self._settings.hold_seconds)
             return ended
 
-        point("finish.commit.b")
-        ended = self._attempt.end(supersede, ended_as=(AttemptOutcome.COMPLETED, AttemptOutcome.CANCELLED))
-        point("finish.commit.a")
+        ended = self._attempt.end(
+            supersede, ended_as=(AttemptOutcome.COMPLETED, AttemptOutcome.CANCELLED), at="finish.commit"
+        )
         if ended is None:  # a lost reply: the run row says how it ended
             found = self._database.do(lambda conn: runs.for_report(conn, token.run))
             ended = RunState.SUCCEEDED if found is None else found.state
@@ -346,12 +346,10 @@ class Execution:
                     deliver_seconds=self._settings.deliver_seconds,
                 )
 
-        point("continue.commit.b")
         try:
-            generation = self._attempt.end(go_on, ended_as=(AttemptOutcome.SUSPENDED,))
+            generation = self._attempt.end(go_on, ended_as=(AttemptOutcome.SUSPENDED,), at="continue.commit")
         except Canceled:
             return self._finish(RunState.CANCELLED)
-        point("continue.commit.a")
         telemetry.count(telemetry.Counter.CONTINUED_RUN)
         self._database.notify()
         return Continued(generation or self._grant.generation + 1)
@@ -362,6 +360,7 @@ class Execution:
             self._attempt.end(
                 lambda guard: runs.hand_over(guard, deliver_seconds=self._settings.deliver_seconds) or None,
                 ended_as=(AttemptOutcome.SUSPENDED,),
+                at="handover.commit",
             )
         except Canceled:
             return self._finish(RunState.CANCELLED)
@@ -389,7 +388,6 @@ class Execution:
         try:
             self._attempt.prove()
             self._reporter.suspending(RunState.RETRYING, until, cause(error))
-            point("retry.commit.b")
             self._attempt.end(
                 lambda guard: (
                     runs.retry(
@@ -402,10 +400,10 @@ class Execution:
                     or None
                 ),
                 ended_as=(AttemptOutcome.FAILED,),
+                at="retry.commit",
             )
         except Canceled:
             return None
-        point("retry.commit.a")
         telemetry.count(telemetry.Counter.RUN_RETRY)
         return Parked(RunState.RETRYING, until, error, delay.total_seconds())
 
@@ -422,6 +420,7 @@ class Execution:
                     runs.quarantine(guard, reason=reason, error=kept.to_bytes(), summary=kept.summary) or None
                 ),
                 ended_as=(AttemptOutcome.FAILED,),
+                at="quarantine.commit",
             )
         except Canceled:
             return self._finish(RunState.CANCELLED)
@@ -451,7 +450,7 @@ class Execution:
         try:
             self._attempt.prove()
             self._reporter.suspending(RunState.QUARANTINED, Reason.UNCERTAIN_OP)
-            if self._attempt.end(park, ended_as=(AttemptOutcome.FAILED,)) == "decided":
+            if self._attempt.end(park, ended_as=(AttemptOutcome.FAILED,), at="quarantine.commit") == "decided":
                 return self._hand_over("what was uncertain is decided; the run goes on")
         except Canceled:
             return self._finish(RunState.CANCELLED)
@@ -473,7 +472,6 @@ class Execution:
         """End the run in one statement, with everything that has to leave (I12, I13)."""
         token, reports = self._grant.token, self._reporter.reports
         callbacks = 0 if state is RunState.CANCELLED else self._reporter.callbacks(state)
-        point("finish.commit.b")
         ended = self._attempt.end(
             lambda guard: runs.finish(
                 guard,
@@ -487,8 +485,8 @@ class Execution:
                 repair_seconds=2 * self._settings.lease_seconds,
             ),
             ended_as=(AttemptOutcome.COMPLETED, AttemptOutcome.FAILED, AttemptOutcome.CANCELLED),
+            at="finish.commit",
         )
-        point("finish.commit.a")
         if ended is None:  # a lost reply: the run row says how it ended
             found = self._database.do(lambda conn: runs.for_report(conn, token.run))
             ended = state if found is None else found.state

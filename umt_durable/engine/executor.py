@@ -108,6 +108,7 @@ class Executor:
                 takes_new=takes_new,
                 limit_seconds=task.limit_seconds,
             )
+            point("claim.r")
             return sent, grant
 
         point("claim.b")

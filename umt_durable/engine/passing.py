@@ -303,15 +303,14 @@ class Pass:
             self.leave(Suspended(state, until))
         attempt.prove()
         self.reporter.suspending(state, until)
-        point("sleep.suspend.b")
         if not waits:
             attempt.end(
                 lambda guard: runs.suspend(guard, state=state, steps=steps, waits=(), poll=poll) or None,
                 ended_as=(AttemptOutcome.SUSPENDED,),
+                at="sleep.suspend",
             )
         elif not self._park(state, steps, waits, poll):
             return
-        point("sleep.suspend.a")
         telemetry.count(telemetry.Counter.SUSPENDED_RUN)
         self.leave(Suspended(state, until))
 
@@ -352,7 +351,7 @@ class Pass:
                 runs.suspend(guard, state=state, steps=steps, waits=keys, poll=poll)
             return "parked"
 
-        reply = self.attempt.end(park, ended_as=(AttemptOutcome.SUSPENDED,))
+        reply = self.attempt.end(park, ended_as=(AttemptOutcome.SUSPENDED,), at="sleep.suspend")
         if reply == "cancel":
             self.leave(Canceled("cancelled"))
         return reply != "settled"

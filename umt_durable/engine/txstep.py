@@ -126,6 +126,7 @@ class _Try:
                 raise FencingError(attempt.token.run, attempt.token.fence)
             point("txstep.commit.b")
             self.lost = self.committing = True
+        point("txstep.commit.r")
         return decoded
 
     def _write(self, guard: Guard, kept: Any) -> bool | None:

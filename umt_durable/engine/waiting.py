@@ -254,7 +254,7 @@ class Waiting:
             point("wait.commit.a")
             return cancel
 
-        if the_pass.attempt.write(register, cancel=bool):
+        if the_pass.attempt.write(register, cancel=bool, lost="wait.commit.r"):
             raise Canceled("cancelled")
         for name in contradicted:
             telemetry.count(telemetry.Counter.CONTRADICTING_FACT)
