@@ -133,6 +133,10 @@ def celery_suite(env: Environment, arguments: List[str]) -> Programs:
     return [[env.program("python"), "-m", "tools.celery_suite", *arguments]]
 
 
+def chaos(env: Environment, arguments: List[str]) -> Programs:
+    return [[env.program("python"), "-m", "tools.chaos", *arguments]]
+
+
 def down(env: Environment, arguments: List[str]) -> Programs:
     return [[env.program("umt-durable"), "down", *arguments]]
 
@@ -150,6 +154,7 @@ COMMANDS: Dict[str, Command] = {
     "celery-suite": Command(
         "Celery's own integration tests, plain and durable", ("embedded", "celery-suite"), celery_suite, apart=True
     ),
+    "chaos": Command("load under kills, freezes, cut connections and wiped brokers, then a check", TESTED, chaos),
     "shell": Command("your shell with the environment on PATH", ("embedded",), shell),
     "exec": Command("one program of the environment: exec celery -A umt_durable worker", ("embedded",), run),
     "down": Command("stop the embedded Postgres and Valkey of this folder", ("embedded",), down),

@@ -67,6 +67,11 @@ class PrivatePostgres:
     def url(self) -> str:
         return self._server.url
 
+    @property
+    def log(self) -> Path:
+        """Return where the server writes its log."""
+        return self._server.log
+
     def stop(self, mode: Mode = "fast") -> None:
         """Stop the server; `immediate` makes the next start recover from the log, as after a crash."""
         self._server.stop(mode)

@@ -38,6 +38,7 @@ _PLUGINS: Final = (
     "tools.celery_suite.recording",
     "tools.celery_suite.parting",
 )
+_BROKEN_OFF: Final = 3
 _NOTHING_SELECTED: Final = 5
 
 
@@ -109,7 +110,8 @@ class Suite:
                 journal = stack.enter_context(_journal(self.results, self.say, name))
             plugins = [*_PLUGINS, *(["tools.celery_suite.durably"] if mode == "durable" else [])]
             options = [word for plugin in plugins for word in ("-p", plugin)]
-            chosen = ["-q", "-rfE", "--timeout", str(TIMEOUT_SECONDS), "-o", "cache_dir=.pytest_cache"]
+            # Python's parser, by which pytest shows source, may break off in one thread because of another (3.11).
+            chosen = ["-q", "-rfE", "--tb", "native", "--timeout", str(TIMEOUT_SECONDS), "-o", "cache_dir=.pytest_cache"]
             command = [sys.executable, "-m", "pytest", *options, *chosen, *selection]
             process = guard.spawn(
                 command, log, self._environment(file, {**where, **journal, **environment}), cwd=self.source
@@ -118,7 +120,9 @@ class Suite:
                 _wait(process, lambda: show(outcomes.load(file)))
             finally:
                 guard.end(process)
-        if process.returncode not in (0, 1, _NOTHING_SELECTED):
+        if process.returncode == _BROKEN_OFF:
+            self.say(f"{name}: pytest broke off, see {log}; what has no outcome is repeated alone")
+        elif process.returncode not in (0, 1, _NOTHING_SELECTED):
             raise RunError(f"{name}: pytest ended with status {process.returncode}; its log is {log}")
         return outcomes.load(file)
 
