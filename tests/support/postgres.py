@@ -7,7 +7,9 @@ fifty milliseconds, so that any number of test processes share one server and no
 from __future__ import annotations
 
 import os
+import re
 import uuid
+from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -24,6 +26,7 @@ from umt_durable.settings import libpq_url
 VARIABLE = "DURABLE_TEST_DATABASE_URL"
 _LOCAL_PORT = 5432
 _OLDEST = 150000
+_NAME = "the_schema_to_be_named"
 
 Mode = Literal["fast", "immediate"]
 
@@ -154,10 +157,17 @@ def find_older() -> tuple[str | None, str]:
 
 
 def make_schema(url: str, name: str) -> None:
-    """Bring a new schema to the revision of this code."""
-    from umt_durable.migrate import migrate_engine_schema  # imported late: Alembic is slow, and unit tests need none
+    """Make a schema at the revision of this code, by the statements of the migrations in one go."""
+    assert re.fullmatch(r"[a-z0-9_]+", name), name
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute(_migrations().replace(_NAME, name).encode())
 
-    migrate_engine_schema(url, name)
+
+@cache
+def _migrations() -> str:
+    from umt_durable.migrate import migration_sql  # imported late: Alembic is slow, and unit tests need none
+
+    return migration_sql(_NAME)
 
 
 def drop_schema(url: str, name: str) -> None:
