@@ -111,7 +111,7 @@ class Suite:
             plugins = [*_PLUGINS, *(["tools.celery_suite.durably"] if mode == "durable" else [])]
             options = [word for plugin in plugins for word in ("-p", plugin)]
             # Python's parser, by which pytest shows source, may break off in one thread because of another (3.11).
-            chosen = ["-q", "-rfE", "--tb", "native", "--timeout", str(TIMEOUT_SECONDS), "-o", "cache_dir=.pytest_cache"]
+            chosen = ["-q", "-rfE", "--tb=native", f"--timeout={TIMEOUT_SECONDS}", "-o", "cache_dir=.pytest_cache"]
             command = [sys.executable, "-m", "pytest", *options, *chosen, *selection]
             process = guard.spawn(
                 command, log, self._environment(file, {**where, **journal, **environment}), cwd=self.source
