@@ -30,6 +30,8 @@ MATRIX = (
     "tests/celery/test_canvas_matrix.py",
     "tests/celery/test_canvas_crashes.py",
     "tests/celery/test_pools_runs.py",
+    "tests/celery/test_final_signals.py",
+    "tests/celery/test_bad_input.py",
     "tests/celery/test_beat_runs.py",
     "tests/celery/test_traces.py",
     "tests/celery/test_awaited_tasks.py",
@@ -84,11 +86,12 @@ def demo(env: Environment, arguments: List[str]) -> Programs:
 
 
 def test(env: Environment, arguments: List[str]) -> Programs:
-    # The suite starts real servers and workers, so more than two at a time only make each other late.
+    # The suite starts real servers and workers and mostly waits for them: three at a time keep two cores busy. Files in
+    # their order: the slow ones of real workers first, those of a second last.
     chosen = any(
         argument.startswith(("-n", "--numprocesses", "--pdb", "--trace", "-pno:xdist")) for argument in arguments
     )
-    spread = [] if chosen else ["-n", "2", "--dist", "loadfile"]
+    spread = [] if chosen else ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
     cache = [] if env.writable else ["-o", f"cache_dir={env.folder / '.dev' / 'pytest'}"]
     return [[env.program("python"), "-m", "pytest", *spread, *cache, *arguments]]
 

@@ -49,6 +49,7 @@ def test_an_unknown_task_and_an_unknown_run_are_named(tasks: apps.Tasks) -> None
         tasks.durable.cancel("nowhere")
 
 
+@pytest.mark.redis_by_default
 def test_i25_a_worker_cut_off_from_the_database_leaves_its_run_and_reports_no_failure(
     tasks: apps.Tasks,
     worker_env: dict[str, str],

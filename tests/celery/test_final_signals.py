@@ -85,7 +85,9 @@ def everything(body_log: BodyLog, run: str) -> Counter[str]:
     return Counter(one.step for one in found if one.step.startswith(("signal:", "handler:")))
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
+@pytest.mark.parametrize(
+    "pool", ["prefork", "gevent", *(pytest.param(pool, marks=pytest.mark.long) for pool in ("threads", "solo"))]
+)
 @only_redis
 def test_signals_handlers_and_events_tell_of_each_end_once(
     tasks: Tasks,

@@ -21,6 +21,10 @@ pytestmark = pytest.mark.processes
 APP = "tests.celery.pooled:app"
 only_redis = pytest.mark.parametrize("broker", ["redis"], indirect=True)
 each_pool = pytest.mark.parametrize("kind", ["fork", "spawn", "threads", "solo", "gevent"])
+long_pools = pytest.mark.parametrize(
+    "kind", ["fork", "gevent", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("spawn", "threads", "solo"))]
+)
+"""Each pool, of which those that differ least are left to `dev.py matrix`."""
 
 
 class Project:
@@ -105,7 +109,7 @@ def test_i16_pools_opened_at_import_share_no_connection_between_processes(
 
 
 @only_redis
-@each_pool
+@long_pools
 def test_a_body_that_gives_nobody_way_keeps_its_lease(
     project: Project, work: Callable[..., Worker], tasks: Tasks, body_log: BodyLog, kind: str
 ) -> None:

@@ -212,7 +212,7 @@ def test_a_shared_temporary_folder_is_used_only_when_it_is_ours_alone(tmp_path: 
     ("arguments", "spread"),
     [([], True), (["-k", "foo"], True), (["-n", "0"], False), (["-n4"], False), (["--pdb"], False)],
 )
-def test_the_suite_runs_two_at_a_time_unless_told_otherwise(arguments: list[str], spread: bool) -> None:
+def test_the_suite_runs_three_at_a_time_unless_told_otherwise(arguments: list[str], spread: bool) -> None:
     env = dev.Environment(Path(os.devnull), True)
 
     [program] = dev.test(env, arguments)

@@ -1,6 +1,7 @@
 """What the database itself is asked to note down: triggers of this command, beside the product's tables.
 
-A write is a zombie's when it carries a fence that is not the run's own, or comes while nobody owns the run. The trigger
+An outcome is a zombie's when it carries a fence that is not the run's own, or comes while nobody owns the run. The end
+of a sleep is written by timers, which own no run: of these only that none is written over is looked at. The trigger
 looks after the statement, in the writer's transaction, which holds the run's lock.
 """
 
@@ -23,7 +24,7 @@ BEGIN
     IF TG_OP = 'UPDATE' AND OLD.state IN ('done', 'failed') THEN
         INSERT INTO {schema}.chaos_audit VALUES ('rewritten', NEW.run, NEW.key, NEW.fence, to_jsonb(OLD));
     END IF;
-    IF NEW.state NOT IN ('done', 'failed') THEN
+    IF NEW.state NOT IN ('done', 'failed') OR NEW.kind = 'sleep' THEN
         RETURN NULL;
     END IF;
     SELECT * INTO owner FROM {schema}.run WHERE no = NEW.run;
