@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine import Engine
+from umt_durable import PollPolicy, RetryPolicy
 from umt_durable.database import Database
 from umt_durable.engine.context import TaskContext
 from umt_durable.engine.outcomes import Finished
@@ -33,12 +34,61 @@ def call(*_: object) -> int:
     return 1
 
 
+def takes_one(order: int) -> int:
+    """Be a step's function of one argument."""
+    return order
+
+
+def takes_none() -> int:
+    """Be a step's function of no argument."""
+    return 1
+
+
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda step: step.run("s", None), "step 's': fn must be a function, not None"),
     (lambda step: step.run("s", call()), "step 's': fn must be a function, not 1"),
     (lambda step: step.transaction("s", "insert"), "step 's': fn must be a function"),
     (lambda step: step.transaction("s", coroutine_function), "step 's': fn is a coroutine function"),
     (lambda step: step.transaction("s", call, on=7), "int is no binding"),
+    (lambda step: step.run("s", takes_one), "step 's': fn does not take the arguments that it is given: missing"),
+    (
+        lambda step: step.run("s", takes_one, 1, 2),
+        "step 's': fn does not take the arguments that it is given: too many",
+    ),
+    (lambda step: step.run("s", takes_one, copies=1), "step 's': fn does not take the arguments that it is given"),
+    (lambda step: step.transaction("s", takes_one, 1), "step 's': fn does not take the arguments that it is given"),
+    (lambda step: step.map("m", takes_none, [1], key=str), "step.map 'm': fn is called as fn(item): too many"),
+    (lambda step: step.map("m", call, [1], key=takes_none), "step.map 'm': key is called as key(item): too many"),
+    (lambda step: step.parallel({"a": takes_one}), "step.parallel 'parallel': the branch 'a' does not take"),
+    (lambda step: step.parallel({"a": (takes_one, 1, 2)}), "step.parallel 'parallel': the branch 'a' does not take"),
+    (
+        lambda step: step.task("t", None, timeout=timedelta(1), reconcile=takes_none),
+        "step 't': reconcile is called as reconcile(info): too many",
+    ),
+    (
+        lambda step: step.wait_for_fact("w", on_created=takes_none),
+        "wait 'w': on_created is called as on_created(address): too many",
+    ),
+    (
+        lambda step: step.begin("b", on_created=takes_none),
+        "step 'b': on_created is called as on_created(token): too many",
+    ),
+    (lambda step: step.wait_for_fact("w", poll=timedelta(0)), "wait 'w': poll must be a timedelta of more than 0"),
+    (lambda step: step.wait_for_fact("w", poll=PollPolicy(factor=True)), "PollPolicy: factor must be from 1 to 100"),
+    (
+        lambda step: step.options(retry=RetryPolicy.NETWORK).sleep("s", timedelta(1)),
+        "step 's': retry= is for steps with a function of their own",
+    ),
+    (
+        lambda step: step.options(preemptible=True).wait_for_fact("w"),
+        "wait 'w': preemptible= is for steps with a function of their own",
+    ),
+    (lambda step: step.options(retry=RetryPolicy.FILE).wait_any(["a"]), "step.wait_any: retry= is for steps"),
+    (lambda step: step.options(retry=RetryPolicy.FILE).begin("b", on_created=call), "step 'b': retry= is for steps"),
+    (
+        lambda step: step.options(retry=RetryPolicy.FILE).map("m", "t", [1], key=str, workers=True),
+        "step.map 'm' on workers: retry= is for steps",
+    ),
     (lambda step: step.effect("k", call, on=7), "int is no binding"),
     (lambda step: step.effect("k", call, not_applied=ValueError), "effect 'k': not_applied holds exception classes"),
     (lambda step: step.effect("k", coroutine_function), "effect 'k': do is a coroutine function"),

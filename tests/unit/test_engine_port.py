@@ -165,3 +165,17 @@ def test_c1_stop_may_be_repeated(engine: TaskEngine) -> None:
 
     assert lease.stopping
     assert threading.active_count() == before
+
+
+def test_what_is_no_definition_is_refused_by_name() -> None:
+    with pytest.raises(DefinitionError, match="task 'a': handler must be a function, not 7"):
+        define_task("a", handler=7)  # type: ignore[arg-type]  # the point
+    with pytest.raises(DefinitionError, match="task 'a': input_schema"):
+        define_task("a", input_schema=7, handler=lambda ctx, input: None)
+    with pytest.raises(DefinitionError, match="a registry holds what define_task gives, not 7"):
+        TaskRegistry().add(7)  # type: ignore[arg-type]  # the point
+
+
+def test_e2_a_definition_without_a_policy_does_not_name_one() -> None:
+    assert not define_task("a", handler=first).names_retry
+    assert define_task("a", retry_policy=RetryPolicy.NONE, handler=first).names_retry

@@ -70,6 +70,7 @@ def test_f4_a_version_that_is_not_there_starts_nothing(task: Any) -> None:
         ({"eta": 5}, "eta must be a datetime or ISO 8601 text, not 5"),
         ({"expires": "5"}, "expires must be a datetime or ISO 8601 text, not '5'"),
         ({"expires": math.inf}, "expires must be seconds, at most 36500 days, not inf"),
+        ({"eta": "9999-12-31T23:59:59-05:00"}, "eta must be a datetime or ISO 8601 text"),
         ({"priority": "high"}, "priority must be a whole number, not 'high'"),
         ({"priority": 1.5}, "priority must be a whole number, not 1.5"),
         ({"headers": [1]}, r"headers must be a dict with text keys, not \[1\]"),
@@ -92,6 +93,34 @@ def test_an_ordinary_task_is_kept_with_options_that_it_can_have(task: Any, optio
         sending.pack(task.app, chain(first, wrong), uuid4())
     with pytest.raises(DefinitionError, match=rf"plain\.label: {next(iter(options))} must be"):
         sending.pack(task.app, wrong, uuid4())
+
+
+def test_what_celery_takes_as_nothing_said_or_as_a_number_is_taken(task: Any) -> None:
+    taken: list[dict[str, Any]] = [{"countdown": False}, {"countdown": 0}, {"headers": []}, {"priority": "5"}]
+    for options in taken:
+        assert run_of(lambda options=options: task.apply_async(("a",), **options)) is not None  # type: ignore[misc]
+
+
+def test_a_callback_is_checked_with_its_task(task: Any) -> None:
+    linked = task.app.signature("plain.first").set(link=task.app.signature("plain.label").set(countdown="5"))
+    with pytest.raises(DefinitionError, match=r"plain\.label: countdown must be seconds"):
+        sending.pack(task.app, linked, uuid4())
+
+
+def test_an_expiry_of_the_call_replaces_the_tasks_own(task: Any) -> None:
+    durable = task.app.umt_durable
+
+    @durable.task(name="starting.expiring", expires=3600)
+    def expiring(ctx: TaskContext) -> None: ...
+
+    durable.app.finalize()
+    for given, expected in ((None, (None, None)), (10, (None, 10.0))):
+        run = run_of(lambda given=given: durable.app.send_task("starting.expiring", expires=given))  # type: ignore[misc]
+        assert run is not None
+        assert (run.expires_at, run.expires_seconds) == expected
+    own = run_of(lambda: durable.app.send_task("starting.expiring"))
+    assert own is not None
+    assert own.expires_at is not None
 
 
 def test_times_of_a_call_are_read_in_the_zone_of_the_app(task: Any) -> None:
@@ -132,6 +161,9 @@ def test_f4_the_result_of_a_child_is_typed_by_the_version_it_takes(task: Any) ->
     children.claimed(1)
     assert children.annotation(task) is str
     assert children.annotation(task.s("a").set(version=2)) is bytes
+    assert children.annotation(task.s("a").set(version=7)) is bytes, (
+        "a child of a version that was drained is read back"
+    )
 
 
 def test_e1_large_arguments_are_reported_once_a_task(task: Any, caplog: pytest.LogCaptureFixture) -> None:

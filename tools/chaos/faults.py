@@ -8,8 +8,10 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
+import psutil
 import psycopg
 
 from tests.support.workers import Worker
@@ -61,7 +63,11 @@ class Faults:
         """Do the next fault; one that finds nobody to hit is not counted."""
         names = list(self.table)
         name = self._random.choices(names, [self.table[each][0] for each in names])[0]
-        if self.table[name][1]():
+        try:
+            found = self.table[name][1]()
+        except (StopIteration, psutil.Error):  # it ended by itself in between
+            found = False
+        if found:
             self.done[name] += 1
             self._say(f"fault {sum(self.done.values())}: {name}")
 
@@ -128,9 +134,8 @@ class Faults:
 
         def thaw() -> None:
             self._frozen.discard(child)
-            for one in worker.children() if worker.alive else []:
-                if one.pid == child:
-                    one.resume()
+            with suppress(psutil.Error):
+                psutil.Process(child).resume()
 
         self._in(self._random.uniform(0.3, 3) * LEASE_SECONDS, thaw)
         return True
@@ -146,7 +151,8 @@ class Faults:
         def thaw() -> None:
             self._frozen.discard(pid)
             if worker.alive and worker.pid == pid:
-                worker.cont()
+                with suppress(psutil.Error):
+                    worker.cont()
 
         self._in(self._random.uniform(0.5, 3) * LEASE_SECONDS, thaw)
         return True

@@ -92,12 +92,13 @@ class Load:
         return True
 
 
-def emit(key: int) -> None:
-    """Say the news of a key once; where that fails they are said again two seconds later."""
+def emit(key: int) -> bool:
+    """Say the news of a key once, and whether that is known to have worked."""
     try:
         durable.emit(NEWS, str(key), key)
     except DatabaseUnavailableError:
-        return
+        return False
+    return True
 
 
 def history(path: Path) -> list[Start]:
@@ -111,6 +112,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, load.stop)
     print("loading", flush=True)  # how the parent learns of it
     load.run()
+    for key in range(KEYS):  # once more, for who was started after the last news
+        while not emit(key):
+            time.sleep(0.5)
     durable.stop()
     os._exit(0)  # nothing here may hold up the end: the history is written
 

@@ -15,7 +15,14 @@ from umt_durable.bridge.console import emit, say
 from umt_durable.bridge.durable import Durable
 from umt_durable.durations import parse_duration
 from umt_durable.engine.client import hidden
-from umt_durable.errors import DurationError, UnknownRunError, UnknownStepError, WrongStatusError
+from umt_durable.errors import (
+    DurationError,
+    InputError,
+    UnknownRunError,
+    UnknownStepError,
+    UnknownTaskError,
+    WrongStatusError,
+)
 from umt_durable.states import PAUSED, RunState, divide
 from umt_durable.store import diagnosis
 
@@ -139,7 +146,7 @@ def _confirm(act: Act, count: int, *, yes: bool) -> None:
 def _did(act: Act, run_id: str) -> bool:
     try:
         act.do(run_id)
-    except (WrongStatusError, UnknownRunError, UnknownStepError):
+    except (WrongStatusError, UnknownRunError, UnknownStepError, InputError, UnknownTaskError):
         return False
     return True
 

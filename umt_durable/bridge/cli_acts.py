@@ -121,7 +121,7 @@ def fork(
     """Start a new run that begins where RUN was at a step.
 
     It has what was done before that step. RUN, which has ended or is quarantined, stays as it is. Of many runs those
-    that were never at the step are passed over.
+    that were never at the step, or do not take the input, are passed over; asked again, it forks them again.
     """
     which = chosen(run_id, given)
     durable = checked(ctx, tasks=input is not None)

@@ -507,8 +507,9 @@ class Durable(AsyncVerbs, PauseVerbs):
         self.app.finalize(auto=True)
         if self.settings.strict_retry and (names := self.tasks.without_retry()):
             raise DefinitionError(
-                f"strict_retry is on, and no retry policy is named by {', '.join(names)}; give each one retry=,"
-                " such as RetryPolicy.NETWORK or RetryPolicy.NONE"
+                f"strict_retry is on, and no retry policy is named by {', '.join(names)}; give each one retry=, such as"
+                " RetryPolicy.NETWORK or RetryPolicy.NONE, and an existing task durable_retry=, autoretry_for= or"
+                " max_retries="
             )
 
     def declare_versions(self) -> Lease:

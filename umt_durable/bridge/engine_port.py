@@ -21,6 +21,7 @@ from celery.worker import state as worker_state
 
 from umt_durable import codec, migrate
 from umt_durable.bridge.durable import Durable
+from umt_durable.engine.functions import check_function
 from umt_durable.engine.registry import TaskDefinition, TaskRegistry
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import DefinitionError, UnknownTaskError
@@ -37,7 +38,7 @@ def define_task(
     name: str,
     version: int = 1,
     input_schema: Any = None,
-    retry_policy: RetryPolicy = RetryPolicy.NONE,
+    retry_policy: RetryPolicy | None = None,
     handler: Handler | None = None,
 ) -> Any:
     """Return the definition of a durable task; without a handler, a decorator that makes one of its function.
@@ -49,6 +50,9 @@ def define_task(
     """
     if handler is None:
         return lambda function: define_task(name, version, input_schema, retry_policy, function)
+    check_function(f"task {name!r}", "handler", handler)
+    if input_schema is not None:
+        codec.check_annotation(input_schema, where=f"task {name!r}: input_schema")
     body = handler if input_schema is None else _with_input(name, handler, input_schema)
     return TaskDefinition(
         name=name,
@@ -56,7 +60,8 @@ def define_task(
         body=body,
         schema=codec.InputSchema(body, task=name, skip_context=True),
         function=body,
-        retry=retry_policy,
+        retry=RetryPolicy.NONE if retry_policy is None else retry_policy,
+        names_retry=retry_policy is not None,
         owner=f"{handler.__module__}.{handler.__qualname__}",
     )
 
@@ -197,7 +202,7 @@ def _register(durable: Durable, definition: TaskDefinition) -> None:
     declare = durable.task(
         name=definition.name,
         version=definition.version,
-        retry=definition.retry,
+        retry=definition.retry if definition.names_retry else None,
         raises=definition.raises,
         on_mismatch=definition.on_mismatch,
     )

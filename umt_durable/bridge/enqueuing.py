@@ -298,12 +298,14 @@ def foreign_run(message: TaskMessage, encoded: Any) -> NewRun:
 
 
 def _take_times(name: str, mine: Enqueuing, app: Any, options: dict[str, Any]) -> None:
-    countdown, eta, expires = (options.pop(one, None) for one in ("countdown", "eta", "expires"))
+    countdown, eta = options.pop("countdown", None), options.pop("eta", None)
     mine.countdown = float(countdown) if countdown else None
     if eta is not None:
         mine.eta = options_of_calls.moment(name, "eta", eta, app)
+    expires = options.get("expires")
     if isinstance(expires, int | float):
         mine.expires_in = float(expires)
+        options["expires"] = None  # given, so that Celery does not take the task's own
     elif expires is not None:
         options["expires"] = options_of_calls.moment(name, "expires", expires, app)
 

@@ -61,9 +61,14 @@ class ChildTasks:
         return name
 
     def annotation(self, task: Any) -> Any:
-        """Return what a durable task's result is typed by, in the version that its child takes."""
+        """Return what a durable task's result is typed by, in the version that its child takes, if that is still here.
+
+        What a child gave is read back long after its version was drained.
+        """
         name = self.name(task, "")
-        return self._durable.tasks.get(name, self._version_of(name, task)).result
+        version = self._version_of(name, task)
+        here = isinstance(version, int) and self._durable.tasks.has(name, version)
+        return self._durable.tasks.get(name, version if here else None).result
 
     def _version_of(self, name: str, task: Any) -> Any:
         """Return the version that a call names, or that its task's caller has; None is the highest."""

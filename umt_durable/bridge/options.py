@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from celery.utils.time import maybe_iso8601
@@ -22,13 +22,13 @@ def check(task: str, options: Mapping[str, Any], app: Any) -> None:
     Errors: DefinitionError names the task and the option.
     """
     priority, headers, exchange = options.get("priority"), options.get("headers"), options.get("exchange")
-    if priority is not None and (not isinstance(priority, int) or isinstance(priority, bool)):
+    if priority is not None and (isinstance(priority, bool) or not _is_whole(priority)):
         raise DefinitionError(f"{task}: priority must be a whole number, not {priority!r:.100}")
-    if headers is not None and not (isinstance(headers, Mapping) and all(isinstance(name, str) for name in headers)):
+    if headers and not (isinstance(headers, Mapping) and all(isinstance(name, str) for name in headers)):
         raise DefinitionError(f"{task}: headers must be a dict with text keys, not {headers!r:.100}")
     if exchange is not None and not isinstance(exchange, str | Exchange):
         raise DefinitionError(f"{task}: exchange must be a name or an Exchange, not {exchange!r:.100}")
-    if (countdown := options.get("countdown")) is not None:
+    if countdown := options.get("countdown"):
         seconds(task, "countdown", countdown)
     if (eta := options.get("eta")) is not None:
         moment(task, "eta", eta, app)
@@ -53,6 +53,16 @@ def moment(task: str, name: str, given: object, app: Any) -> datetime:
     """
     try:
         found: datetime = maybe_iso8601(given)
-        return found if found.tzinfo is not None else found.replace(tzinfo=app.timezone)
+        found = found if found.tzinfo is not None else found.replace(tzinfo=app.timezone)
+        found.astimezone(UTC)  # at the ends of the calendar there may be no such moment
+        return found
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
         raise DefinitionError(f"{task}: {name} must be a datetime or ISO 8601 text, not {given!r:.100}") from error
+
+
+def _is_whole(given: Any) -> bool:
+    """Say whether kombu's transports would read a value as a whole number, as they do with text."""
+    try:
+        return bool(int(given) == float(given))
+    except (OverflowError, TypeError, ValueError):
+        return False

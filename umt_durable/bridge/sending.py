@@ -68,7 +68,7 @@ def pack(app: Celery, signature: Signature, id: UUID, *, task_id: str | None = N
     signatures.name_parts(copy, ["send", str(id)])
     for index, link in enumerate(signatures.links(copy)):
         signatures.name_parts(link, ["send", str(id), "link", index])
-    for part in signatures.parts(copy):
+    for part in [*signatures.parts(copy), *signatures.links(copy)]:
         options_of_calls.check(str(part.get("task")), part.get("options") or {}, app)
     options = copy["options"]
     delay, due = None, None

@@ -18,7 +18,7 @@ from umt_durable.engine import failures
 from umt_durable.engine.answers import Answer, Place
 from umt_durable.engine.effects import Done, NotDone, Reconciled, Unknown
 from umt_durable.engine.exits import Canceled
-from umt_durable.engine.functions import check_function
+from umt_durable.engine.functions import check_call, check_function
 from umt_durable.engine.passing import LONGEST, Pass
 from umt_durable.engine.recording import Recorder
 from umt_durable.engine.reporting import Described, Message
@@ -64,6 +64,7 @@ class TaskCall:
                 )
         if self.reconcile is not None:
             check_function(f"step {self.name!r}", "reconcile", self.reconcile, plain=True)
+            check_call(f"step {self.name!r}", "reconcile", self.reconcile, None, told="info")
         if self.idempotent not in (None, True, False):
             raise DefinitionError(f"step {self.name!r}: idempotent is True or False, not {self.idempotent!r:.100}")
         if self.reconcile is not None and self.timeout is None:

@@ -11,7 +11,7 @@ from uuid import UUID
 from umt_durable import codec
 from umt_durable.engine.answers import Answer
 from umt_durable.engine.failures import mark_recorded
-from umt_durable.engine.functions import check_function
+from umt_durable.engine.functions import check_call, check_function
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.tokens import Begun, sign
 from umt_durable.engine.waitables import FactWait, check_limit
@@ -33,6 +33,7 @@ class Beginning:
 
     def __post_init__(self) -> None:
         check_function(f"step {self.name!r}", "on_created", self.on_created, plain=True)
+        check_call(f"step {self.name!r}", "on_created", self.on_created, None, told="token")
         check_limit(self.name, "timeout", self.timeout)
 
 

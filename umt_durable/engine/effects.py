@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from umt_durable.engine.context import AttemptToken, current_context
-from umt_durable.engine.functions import check_function
+from umt_durable.engine.functions import check_call, check_function
 from umt_durable.errors import DefinitionError, NotAppliedError
 from umt_durable.ledger import Ledger
 from umt_durable.session import Binding
@@ -86,14 +85,13 @@ class Effect:
         name = f"effect {self.op_key!r}"
         if not isinstance(self.op_key, str) or not self.op_key:
             raise DefinitionError(f"{self.op_key!r} is no op key: it is text that is not empty")
-        for label in ("do", "reconcile", "commit"):
-            function = getattr(self, label)
-            if function is not None:
-                check_function(name, label, function, plain=True)
         if self.do is None:
             raise DefinitionError(f"{name}: do is missing")
-        for label, count in (("do", 1), ("reconcile", 1), ("commit", 2)):
-            _check_call(name, label, getattr(self, label), count)
+        # Found out later that one cannot be called, nobody knows whether the effect was applied.
+        for label, given in (("do", ("info",)), ("reconcile", ("info",)), ("commit", ("tx", "result"))):
+            if (function := getattr(self, label)) is not None:
+                check_function(name, label, function, plain=True)
+                check_call(name, label, function, *given, told=", ".join(given))
         if self.policy is not None and not isinstance(self.policy, Policy):
             raise DefinitionError(f"{name}: policy must be one of Policy, not {self.policy!r}")
         if self.policy is Policy.FENCED and self.reconcile is None:
@@ -152,15 +150,3 @@ def with_attempt_token(
     """
     result: R = current_context().step.effect(op_key, fn, commit=commit, on=database, **options)
     return result
-
-
-def _check_call(name: str, label: str, function: Callable[..., Any] | None, count: int) -> None:
-    """Refuse a function that cannot be called as it will be: found out later, nobody knows whether it was applied."""
-    given = ("info",) if count == 1 else ("tx", "result")
-    try:
-        if function is not None:
-            inspect.signature(function).bind(*given)
-    except TypeError as error:
-        raise DefinitionError(f"{name}: {label} is called as {label}({', '.join(given)}): {error}") from None
-    except ValueError:  # a builtin that does not tell what it takes
-        return

@@ -8,6 +8,20 @@ from typing import Any
 from umt_durable.errors import DefinitionError
 
 
+def check_call(where: str, label: str, function: Any, *args: Any, told: str = "", **kwargs: Any) -> None:
+    """Refuse a function that cannot be called with these arguments; `told` is how they read, if it is called by us.
+
+    Errors: DefinitionError names the step and the function.
+    """
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        how = f"is called as {label}({told})" if told else "does not take the arguments that it is given"
+        raise DefinitionError(f"{where}: {label} {how}: {error}") from None
+    except ValueError:  # a builtin that does not tell what it takes
+        return
+
+
 def check_function(where: str, label: str, function: Any, *, plain: bool = False) -> None:
     """Refuse what cannot be called, and with `plain` a coroutine function, which nobody would await.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 from uuid import UUID
 
-from umt_durable.engine.functions import check_function
+from umt_durable.engine.functions import check_call, check_function
 from umt_durable.engine.parallel import ItemFailure, Parallel, Piece, run_parallel
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.recording import Recorder, StepOptions
@@ -158,9 +158,11 @@ class ParallelSteps:
         and for what is no durable task, before anything is written.
         """
         check_function(f"step.map {name!r}", "key", key)
+        check_call(f"step.map {name!r}", "key", key, None, told="item")
         if not isinstance(items, Iterable):
             raise DefinitionError(f"step.map {name!r}: items are to be gone through, which {items!r:.100} cannot be")
         if workers is True:
+            self._options.refuse_for_bodies(f"step.map {name!r} on workers")
             pairs = [(key(item), item) for item in items]
             spreading = Spread(name=name, task=fn, items=pairs, concurrency=concurrency, on_error=on_error)
             return spread(self._pass, self._recorder, spreading)
@@ -168,6 +170,7 @@ class ParallelSteps:
             raise DefinitionError(f"step.map {name!r}: workers is True or False, not {workers!r}")
         if not callable(fn):
             raise DefinitionError(f"step.map {name!r}: {fn!r} is no function")
+        check_call(f"step.map {name!r}", "fn", fn, None, told="item")
         pieces = [Piece(key(item), fn, (item,)) for item in items]
         step = Parallel(
             verb="map", name=name, kind=StepKind.ITEM, pieces=pieces, concurrency=concurrency, on_error=on_error
@@ -238,8 +241,8 @@ class ParallelSteps:
 def _piece(name: str, label: object, call: object) -> Piece:
     if not isinstance(label, str):
         raise DefinitionError(f"step.parallel {name!r}: the label of a branch is text, not {label!r}")
-    if isinstance(call, tuple) and call and callable(call[0]):
-        return Piece(label, call[0], call[1:])
-    if callable(call):
-        return Piece(label, call)
+    function, *args = call if isinstance(call, tuple) and call else (call,)
+    if callable(function):
+        check_call(f"step.parallel {name!r}", f"the branch {label!r}", function, *args)
+        return Piece(label, function, tuple(args))
     raise DefinitionError(f"step.parallel {name!r}: {label!r} is no function, nor a tuple of one and its arguments")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 from uuid import UUID
 
 from umt_durable import codec, telemetry
@@ -26,6 +26,9 @@ from umt_durable.records import StepEntry
 from umt_durable.states import RunState, StepKind, StepState
 from umt_durable.store import journal
 from umt_durable.store.guard import Guard
+
+WITH_BODY: Final = frozenset({StepKind.RUN, StepKind.TRANSACTION, StepKind.EFFECT, StepKind.VALUE, StepKind.UNDO})
+"""The steps that a call of their own identifies and that execute something: of others a retry says nothing."""
 
 R = TypeVar("R")
 
@@ -49,6 +52,15 @@ class StepOptions:
         """
         if self.undo is not None:
             raise DefinitionError(f"{what}: undo= is for step.run and step.transaction alone")
+
+    def refuse_for_bodies(self, what: str) -> None:
+        """Refuse what is said of a body, `retry=` and `preemptible=`, for a step that has none.
+
+        Errors: DefinitionError.
+        """
+        for name, is_given in (("retry", self.retry is not None), ("preemptible", self.preemptible)):
+            if is_given:
+                raise DefinitionError(f"{what}: {name}= is for steps with a function of their own")
 
     def refuse_renaming(self, what: str, why: str) -> None:
         """Refuse `renamed_from=` for a step that cannot have it.
@@ -121,6 +133,8 @@ class Recorder:
             text, recorded = self._look_up(text, kind, fingerprint)
         except JournalCorruptError as error:
             the_pass.condemn(error)
+        if kind not in WITH_BODY:
+            self._options.refuse_for_bodies(f"step {name!r}")
         undo = self._options.undo
         if undo is not None:
             if kind not in (StepKind.RUN, StepKind.TRANSACTION):

@@ -96,6 +96,8 @@ class TaskRegistry:
 
         Errors: DuplicateTaskError names both owners.
         """
+        if not isinstance(definition, TaskDefinition):
+            raise DefinitionError(f"a registry holds what define_task gives, not {definition!r:.100}")
         versions = self._tasks.setdefault(definition.name, {})
         known = versions.get(definition.version)
         if known is not None and known.owner != definition.owner:

@@ -16,7 +16,7 @@ from umt_durable.engine.effecting import run_effect
 from umt_durable.engine.effects import MISSING as MISSING_REQUEST
 from umt_durable.engine.effects import Effect, OpInfo, Policy, Reconciled
 from umt_durable.engine.elsewhere import Elsewhere, LedgerStep
-from umt_durable.engine.functions import check_function
+from umt_durable.engine.functions import check_call, check_function
 from umt_durable.engine.parallelsteps import ParallelSteps
 from umt_durable.engine.passing import LONGEST, Pass
 from umt_durable.engine.recording import Body, Recorder, StepOptions, run_coroutine
@@ -87,6 +87,7 @@ class Steps(WaitSteps, ParallelSteps):
         """
         check_function(f"step {name!r}", "fn", fn)
         annotation = codec.return_annotation(fn)
+        check_call(f"step {name!r}", "fn", fn, *args, **kwargs)
         entry, recorded = self._recorder.identify(name, StepKind.RUN, args, kwargs)
         if recorded is not None and recorded.state is not StepState.STARTED:
             return self._recorder.replay(recorded, annotation)
@@ -106,6 +107,7 @@ class Steps(WaitSteps, ParallelSteps):
         """
         check_function(f"step {name!r}", "fn", fn, plain=True)
         annotation = codec.return_annotation(fn)
+        check_call(f"step {name!r}", "fn", fn, None, *args, **kwargs)
         entry, recorded = self._recorder.identify(name, StepKind.TRANSACTION, args, kwargs)
         if recorded is not None and recorded.state is not StepState.STARTED:
             result: R = self._recorder.replay(recorded, annotation)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, Final, overload
 
 from umt_durable import codec, texts
+from umt_durable.engine.functions import check_call
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.errors import DefinitionError
 
@@ -72,10 +72,7 @@ def _declare(function: Callable[[Any], Any], name: str | None, retry: RetryPolic
         raise DefinitionError(
             f"undo {inner!r}: retry is a RetryPolicy, such as RetryPolicy.NETWORK, not {retry!r:.100}"
         )
-    try:
-        inspect.signature(function).bind("result")
-    except TypeError as error:
-        raise DefinitionError(f"undo {inner!r} is called with the step's result alone: {error}") from None
+    check_call(f"undo {inner!r}", inner, function, "result", told="result")
     chosen = f"{function.__module__}.{inner}" if name is None else name
     texts.check("name of an undo", chosen, least=1)
     known = _DECLARED.get(chosen)

@@ -74,7 +74,7 @@ class PollPolicy:
             value = getattr(self, label)
             if not isinstance(value, timedelta) or not timedelta(0) < value <= LONGEST:
                 raise DefinitionError(f"PollPolicy: {label} must be a timedelta over 0 and up to {LONGEST.days} days")
-        if not isinstance(self.factor, int | float) or not 1.0 <= self.factor <= 100.0:
+        if isinstance(self.factor, bool) or not isinstance(self.factor, int | float) or not 1.0 <= self.factor <= 100.0:
             raise DefinitionError(f"PollPolicy: factor must be from 1 to 100, not {self.factor!r}")
 
     def next_after(self, age: timedelta) -> timedelta:
@@ -89,8 +89,8 @@ class PollPolicy:
 
 @dataclass(frozen=True, slots=True)
 class FactWait:
-    """A wait for a fact, as a part of `wait_any`, `wait_all` or `wait_quorum`; its parameters are those of
-    `wait_for_fact`.
+    """A wait for a fact, as a part of `wait_any`, `wait_all` or `wait_quorum`; its parameters are what `wait_for_fact`
+    calls by the same names.
 
     Errors: DefinitionError for what can never work.
     """
@@ -120,7 +120,8 @@ class FactWait:
     @property
     def is_async(self) -> bool:
         """Whether the check is a coroutine function."""
-        return inspect.iscoroutinefunction(self.check)
+        called = getattr(self.check, "__call__", None)  # noqa: B004 - of an object that is called, its method
+        return inspect.iscoroutinefunction(self.check) or inspect.iscoroutinefunction(called)
 
     @property
     def reads(self) -> bool:
@@ -214,6 +215,8 @@ def check_poll(wait: str, poll: object) -> None:
         raise DefinitionError(f"wait {wait!r}: poll must be a timedelta or a PollPolicy, not {poll!r}")
     if isinstance(poll, timedelta):
         check_limit(wait, "poll", poll)
+        if not poll:
+            raise DefinitionError(f"wait {wait!r}: poll must be a timedelta of more than 0, or nobody would rest")
 
 
 def check_name(name: str) -> None:

@@ -13,7 +13,7 @@ from uuid import UUID
 from umt_durable import codec, telemetry
 from umt_durable.engine.exits import Canceled, Exit
 from umt_durable.engine.failures import mark_recorded
-from umt_durable.engine.functions import check_function
+from umt_durable.engine.functions import check_call, check_function
 from umt_durable.engine.passing import Pass
 from umt_durable.engine.recording import run_coroutine
 from umt_durable.engine.replay import beside
@@ -55,6 +55,7 @@ class Wait:
         check_poll(self.fact.name, self.poll)
         if self.on_created is not None:
             check_function(f"wait {self.fact.name!r}", "on_created", self.on_created, plain=True)
+            check_call(f"wait {self.fact.name!r}", "on_created", self.on_created, None, told="address")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,7 @@ class WaitSteps:
         """
         self._pass.check()
         self._options.refuse_undo(f"wait {name!r}")
+        self._options.refuse_for_bodies(f"wait {name!r}")
         self._options.refuse_renaming(f"wait {name!r}", _SAID)
         fact = FactWait(name, key=key, check=check, mode=mode, type=type)
         wait = Wait(fact=fact, timeout=timeout, poll=poll, on_created=on_created, default=default)
@@ -137,6 +138,7 @@ class WaitSteps:
         """
         self._pass.check()
         self._options.refuse_undo(f"step {name!r}")
+        self._options.refuse_for_bodies(f"step {name!r}")
         self._options.refuse_renaming(f"step {name!r}", "its token names the step as it was begun")
         step = Beginning(name=name, on_created=on_created, type=type, timeout=timeout)
         return begin(self._pass, step, step_key=self._options.key)
@@ -197,6 +199,7 @@ class WaitSteps:
     ) -> list[Fact[Any]]:
         self._pass.check()
         self._options.refuse_undo(f"step.{verb}")
+        self._options.refuse_for_bodies(f"step.{verb}")
         self._options.refuse_renaming(f"step.{verb}", "it has no name of its own; key= tells several apart")
         parts = read_waitables(verb, given)
         if need is None and not parts:
