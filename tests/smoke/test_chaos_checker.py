@@ -77,6 +77,7 @@ def left(conn: Connection, database_url: str, schema: str, tmp_path: Path, monke
     )
     found.do("UPDATE run SET state = 'succeeded', finished_at = now(), result = %s", json.dumps(expected(1)).encode())
     found.do("INSERT INTO chaos_booking VALUES ('chaos-1', 1)")
+    found.do("INSERT INTO run (id, task, version, state, parent_no) VALUES ('child-1', 'chaos.child', 1, 'waiting', 1)")
     (tmp_path / "provider.log").write_text('{"op": "ship:chaos-1"}\n')
     results.backend.store_result("chaos-1", expected(1), "SUCCESS")
     yield found
@@ -97,16 +98,22 @@ def enter_without_outcome(left: Left) -> None:
 
 SPOILT: dict[str, tuple[str, Callable[[Left], object]]] = {
     "an acknowledged run has no row": ("lost", lambda left: left.started.append(Start("chaos-2", 2, acked=True))),
-    "a run did not end": ("lost", lambda left: left.do("UPDATE run SET state = 'failed'; DELETE FROM chaos_audit")),
-    "a run gave something else": ("wrong", lambda left: left.do("UPDATE run SET result = '[]'")),
+    "a run did not end": (
+        "lost",
+        lambda left: left.do("UPDATE run SET state = 'failed' WHERE no = 1; DELETE FROM chaos_audit"),
+    ),
+    "a run gave something else": (
+        "wrong",
+        lambda left: left.do("UPDATE run SET result = '[]' WHERE no = 1; DELETE FROM chaos_audit"),
+    ),
     "a body was entered after its step was done": ("duplicated_committed_steps", enter_late),
     "a body was entered whose step has no outcome": ("duplicated_committed_steps", enter_without_outcome),
     "a step was written under an old fence": (
         "zombie_commits",
         lambda left: left.do(
-            "UPDATE run SET state = 'running', finished_at = NULL, fence = 2;"
+            "UPDATE run SET state = 'running', finished_at = NULL, fence = 2 WHERE no = 1;"
             "INSERT INTO step (run, key, seq, kind, state, fence) VALUES (1, 'late', 2, 'run', 'done', 1);"
-            "UPDATE run SET state = 'succeeded', finished_at = now();"
+            "UPDATE run SET state = 'succeeded', finished_at = now() WHERE no = 1;"
             "DELETE FROM chaos_audit WHERE what <> 'zombie'"
         ),
     ),
@@ -117,7 +124,7 @@ SPOILT: dict[str, tuple[str, Callable[[Left], object]]] = {
     "an ended run came back": (
         "zombie_commits",
         lambda left: left.do(
-            "UPDATE run SET state = 'cancelled'; UPDATE run SET state = 'succeeded';"
+            "UPDATE run SET state = 'cancelled' WHERE no = 1; UPDATE run SET state = 'succeeded' WHERE no = 1;"
             "DELETE FROM chaos_audit WHERE ctid <> (SELECT min(ctid) FROM chaos_audit)"
         ),
     ),
@@ -126,7 +133,25 @@ SPOILT: dict[str, tuple[str, Callable[[Left], object]]] = {
         lambda left: left.do(
             "INSERT INTO run (id, task, version, state) VALUES ('other', 'chaos.child', 1, 'waiting');"
             "INSERT INTO wait (run, key, seq, name, mode, state, address, settled_at)"
-            " VALUES (2, 'go', 1, 'go', 'first', 'satisfied', '[]', now())"
+            " VALUES (3, 'go', 1, 'go', 'first', 'satisfied', '[]', now())"
+        ),
+    ),
+    "an ended run was given another result": (
+        "zombie_commits",
+        lambda left: left.do("UPDATE run SET error = 'x' WHERE no = 1"),
+    ),
+    "a wait was settled twice": (
+        "zombie_commits",
+        lambda left: left.do(
+            "INSERT INTO wait (run, key, seq, name, mode, state, address, settled_at)"
+            " VALUES (1, 'go', 1, 'go', 'first', 'satisfied', '[]', now());"
+            "UPDATE wait SET state = 'timed_out'"
+        ),
+    ),
+    "a child was made twice": (
+        "doubled_rows",
+        lambda left: left.do(
+            "INSERT INTO run (id, task, version, state, parent_no) VALUES ('child-2', 'chaos.child', 1, 'waiting', 1)"
         ),
     ),
     "rows were booked twice": ("doubled_rows", lambda left: left.do("INSERT INTO chaos_booking VALUES ('chaos-1', 1)")),

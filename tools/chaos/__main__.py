@@ -18,6 +18,7 @@ from typing import Final
 
 from tests.support import guard
 from tests.support.rabbit import NoRabbitError
+from tests.support.wait import until
 from tools.chaos import checking
 from tools.chaos.faults import Faults
 from tools.chaos.load import Start, history
@@ -29,6 +30,10 @@ PAUSE_SECONDS: Final = 2.0
 SETTLE_SECONDS: Final = 240.0
 LEAST_FAULTS_A_MINUTE: Final = 8
 LEAST_RUNS_A_MINUTE: Final = 20
+
+
+class LoadError(Exception):
+    """The process that makes the load has failed, so that nothing is proven."""
 
 
 def say(text: str) -> None:
@@ -98,9 +103,11 @@ def run(chosen: argparse.Namespace, folder: Path) -> int:
             disturb(place, faults, chosen.minutes, chosen.seed)
             say("everything is healed; waiting for the runs to end")
             load.terminate()
-            load.wait(timeout=60)
+            until(lambda: load.poll() is not None, timeout=120, what="the load to say what is left to be said")
         finally:
             guard.end(load, grace=0.0)
+        if load.returncode:
+            raise LoadError(f"the load ended with status {load.returncode}; its log is {folder / 'load.log'}")
         left = settle(place, faults)
         started = history(written)
         found = _checked(place, started)
@@ -171,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
             return run(chosen, chosen.keep.resolve())
         with tempfile.TemporaryDirectory(prefix="umt-chaos-") as folder:
             return run(chosen, Path(folder))
-    except NoRabbitError as error:
+    except (NoRabbitError, LoadError) as error:
         say(f"{error}")
         return 2
 

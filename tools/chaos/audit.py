@@ -38,7 +38,8 @@ CREATE TRIGGER chaos_step AFTER INSERT OR UPDATE ON {schema}.step
 
 CREATE FUNCTION {schema}.chaos_run() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    IF OLD.finished_at IS NOT NULL AND NEW.state <> OLD.state THEN
+    IF OLD.finished_at IS NOT NULL
+       AND (NEW.state, NEW.result, NEW.error) IS DISTINCT FROM (OLD.state, OLD.result, OLD.error) THEN
         INSERT INTO {schema}.chaos_audit VALUES ('revived', NEW.no, NULL, NEW.fence, to_jsonb(OLD));
     END IF;
     IF NEW.fence < OLD.fence THEN
@@ -47,6 +48,16 @@ BEGIN
     RETURN NULL;
 END $$;
 CREATE TRIGGER chaos_run AFTER UPDATE ON {schema}.run FOR EACH ROW EXECUTE FUNCTION {schema}.chaos_run();
+
+CREATE FUNCTION {schema}.chaos_wait() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF OLD.state <> 'pending'
+       AND (NEW.state, NEW.fact, NEW.payload) IS DISTINCT FROM (OLD.state, OLD.fact, OLD.payload) THEN
+        INSERT INTO {schema}.chaos_audit VALUES ('resettled', NEW.run, NEW.key, NULL, to_jsonb(OLD));
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER chaos_wait AFTER UPDATE ON {schema}.wait FOR EACH ROW EXECUTE FUNCTION {schema}.chaos_wait();
 """
 
 

@@ -162,6 +162,13 @@ def _check_effects(found: Findings, rows: Any, stage: Stage, runs: Mapping[str, 
             found.add("doubled_rows", f"{run} has {booked[run]} bookings")
         if shipped[f"ship:{run}"] != 1:
             found.add("doubled_rows", f"{run} was shipped {shipped[f'ship:{run}']} times")
+    for run, number in rows("SELECT id, count(*) FROM run GROUP BY id HAVING count(*) > 1"):
+        found.add("doubled_rows", f"{run} is there {number} times")
+    for run, number in rows(
+        "SELECT r.id, count(c.no) FROM run AS r LEFT JOIN run AS c ON c.parent_no = r.no"
+        " WHERE r.task = 'chaos.canary' AND r.state = 'succeeded' GROUP BY r.id HAVING count(c.no) <> 1"
+    ):
+        found.add("doubled_rows", f"{run} has {number} children")
 
 
 def _check_results(found: Findings, app: Celery, runs: Mapping[str, tuple[Any, ...]], started: list[Start]) -> None:
