@@ -200,7 +200,8 @@ class Worker(Running):
     ) -> None:
         self.pool = pool
         self.node = f"{name}-{uuid.uuid4().hex[:8]}@localhost"
-        argv = [sys.executable, "-m", "celery", "-A", app, "worker", f"--pool={pool}", f"--concurrency={concurrency}"]
+        argv = [sys.executable, "-m", "tests.support.program", "-A", app, "worker", f"--pool={pool}"]
+        argv += [f"--concurrency={concurrency}"]
         argv += [f"--hostname={self.node}", f"--loglevel={log_level}"]
         argv += [f"--queues={','.join(queues)}"] if queues else []
         argv += [] if mingle else ["--without-mingle"]
