@@ -32,6 +32,8 @@ MATRIX = (
     "tests/celery/test_pools_runs.py",
     "tests/celery/test_final_signals.py",
     "tests/celery/test_bad_input.py",
+    "tests/celery/test_outcomes.py",
+    "tests/celery/test_ways_in_calls.py",
     "tests/celery/test_beat_runs.py",
     "tests/celery/test_traces.py",
     "tests/celery/test_awaited_tasks.py",
@@ -96,6 +98,11 @@ def test(env: Environment, arguments: List[str]) -> Programs:
     return [[env.program("python"), "-m", "pytest", *spread, *cache, *arguments]]
 
 
+def older(env: Environment, arguments: List[str]) -> Programs:
+    chosen = any(argument.startswith("tests") for argument in arguments)
+    return test(env, ["--postgres=older", "-k", "older", *arguments, *(() if chosen else ("tests/integration",))])
+
+
 def matrix(env: Environment, arguments: List[str]) -> Programs:
     chosen = any(argument.startswith("tests") for argument in arguments)
     return test(env, ["-m", "long", *arguments, *(() if chosen else MATRIX)])
@@ -147,6 +154,7 @@ def down(env: Environment, arguments: List[str]) -> Programs:
 COMMANDS: Dict[str, Command] = {
     "demo": Command("orders from a CSV file, through kills and a wiped broker", ("embedded",), demo),
     "test": Command("the test suite; arguments go to pytest", TESTED, test),
+    "older": Command("the integration tests on the older Postgres that is reachable", TESTED, older),
     "matrix": Command(
         "the long suites: canvas on each broker and pool, beat, ten thousand children, pytest-celery's nodes",
         TESTED,

@@ -1,7 +1,7 @@
 """Fixtures of all tests: private servers, a schema for each test, both brokers, real processes.
 
     database_url, schema    a migrated schema of this test alone, on the private Postgres; in `integration/`, and where
-                            a test is marked `each_postgres`, also on an older server when one is reachable
+                            a test is marked `each_postgres`, on an older reachable server with `--postgres=older`
     settings, database      what the product makes of them; `conn` is a connection in autocommit, `clock` moves its time
     database_proxy          a proxy in front of Postgres that loses replies; `proxied_url` leads through it
     broker                  both brokers in turn; `redis_broker` and `rabbit_broker` are one each
@@ -65,6 +65,11 @@ OLDER_URL, OLDER_TOLD = "UMT_TEST_OLDER_URL", "UMT_TEST_OLDER_TOLD"
 # -- the session ------------------------------------------------------------------------------------------------------
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = "on which servers the integration part runs: the private one, an older one that is reachable, or both"
+    parser.addoption("--postgres", choices=("private", "older", "both"), default="private", help=told)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell's background jobs ignore it, and what they start does too; some tests interrupt what they start.
@@ -75,6 +80,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Asked once: every process of the session must collect the same tests.
         url, told = find_older()
         os.environ[OLDER_URL], os.environ[OLDER_TOLD] = url or "", told
+        if url is None and config.getoption("postgres") == "older":
+            raise pytest.UsageError(f"--postgres=older: {told}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,7 +99,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marks = {mark.name for mark in metafunc.definition.iter_markers()}
     everywhere = "integration" in metafunc.definition.path.parts or "each_postgres" in marks
     if everywhere and "private_postgres_only" not in marks and "private_postgres" not in metafunc.fixturenames:
-        metafunc.parametrize("postgres", ["private", "older"], indirect=True, scope="session")
+        asked = metafunc.config.getoption("postgres")
+        metafunc.parametrize(
+            "postgres", ["private", "older"] if asked == "both" else [asked], indirect=True, scope="session"
+        )
 
 
 @pytest.hookimpl(wrapper=True)

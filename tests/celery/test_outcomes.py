@@ -52,6 +52,7 @@ def test_i13_canvas_mixes_durable_and_ordinary_tasks(tasks: Tasks, start_worker:
     assert chained.get(timeout=60) == 1
 
 
+@pytest.mark.redis_by_default
 @pytest.mark.parametrize("point", ["finish.commit.a", "finish.callback.a", "finish.result.b", "finish.result.a"])
 def test_i13_a_crash_after_the_finish_loses_neither_result_nor_callback(
     tasks: Tasks,
@@ -76,6 +77,7 @@ def test_i13_a_crash_after_the_finish_loses_neither_result_nor_callback(
     assert body_log.count(result.id, "body") == 1
 
 
+@pytest.mark.redis_by_default
 @pytest.mark.parametrize("point", ["claim.a", "step.body.a", "step.commit.a", "finish.commit.b"])
 def test_i1_i6_a_child_killed_at_any_point_leaves_a_run_that_goes_on(
     tasks: Tasks,
@@ -148,6 +150,7 @@ def test_malformed_and_refused_messages_are_dropped_with_one_line_and_the_worker
     assert worker.alive
 
 
+@pytest.mark.redis_by_default
 def test_pickle_and_wrong_arguments_are_refused_at_the_call(tasks: Tasks, conn: Connection) -> None:
     with pytest.raises(MessageRefusedError, match="pickle"):
         tasks.one_step.apply_async((1,), serializer="pickle")
@@ -184,6 +187,7 @@ def test_a_forged_hint_runs_nothing_but_the_stored_arguments(
     assert tasks.durable.get(result.id).state is RunState.SLEEPING
 
 
+@pytest.mark.redis_by_default
 def test_an_existing_bound_task_keeps_its_own_retries(
     tasks: Tasks, start_worker: Callable[..., Worker], body_log: BodyLog
 ) -> None:
@@ -199,6 +203,7 @@ def test_an_existing_bound_task_keeps_its_own_retries(
     assert body_log.count(fine.id, "flaky") == 1
 
 
+@pytest.mark.redis_by_default
 def test_autoretry_for_and_max_retries_of_an_existing_task_are_durable_retries(
     tasks: Tasks, start_worker: Callable[..., Worker], body_log: BodyLog
 ) -> None:

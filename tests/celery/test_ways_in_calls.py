@@ -40,6 +40,7 @@ def canvas(worker_env: dict[str, str]) -> Iterator[Canvas]:
     canvas.app.close()
 
 
+@pytest.mark.redis_by_default
 def test_every_option_of_a_call_reaches_the_body(canvas: Canvas, start_worker: Callable[..., Worker]) -> None:
     start_worker(app=APP, pool="threads", concurrency=4)
     call, now = canvas.options.apply_async, datetime.now(UTC)
@@ -138,6 +139,7 @@ def test_foreign_producers_with_both_protocols_and_codecs_make_the_same_runs(
         one.close()
 
 
+@pytest.mark.redis_by_default
 def test_beat_entries_start_runs_with_their_options(canvas: Canvas, start_worker: Callable[..., Worker]) -> None:
     start_worker(app=APP, pool="threads", concurrency=2)
     scheduler = Scheduler(canvas.app, lazy=True)
@@ -153,6 +155,7 @@ def test_beat_entries_start_runs_with_their_options(canvas: Canvas, start_worker
     assert results[1].get(timeout=60) == 2
 
 
+@pytest.mark.redis_by_default
 def test_codecs_that_run_code_and_wrong_arguments_are_refused_before_anything_is_stored(canvas: Canvas) -> None:
     for codec in ("pickle", "yaml"):
         with pytest.raises(MessageRefusedError, match=codec):
@@ -163,6 +166,7 @@ def test_codecs_that_run_code_and_wrong_arguments_are_refused_before_anything_is
     assert canvas.durable.list() == []
 
 
+@pytest.mark.redis_by_default
 def test_shared_tasks_and_an_app_of_durable_tasks(canvas: Canvas, start_worker: Callable[..., Worker]) -> None:
     start_worker(app=APP, pool="threads", concurrency=2)
     other = Celery("without", set_as_current=False)
@@ -173,6 +177,7 @@ def test_shared_tasks_and_an_app_of_durable_tasks(canvas: Canvas, start_worker: 
     other.close()
 
 
+@pytest.mark.redis_by_default
 @pytest.mark.parametrize("sent_event", [False, True])
 def test_celerys_signals_of_publishing_are_sent_where_a_run_is_enqueued(
     canvas: Canvas, start_worker: Callable[..., Worker], sent_event: bool
@@ -201,6 +206,7 @@ def test_celerys_signals_of_publishing_are_sent_where_a_run_is_enqueued(
     assert result.get(timeout=60)["mine"] == f"from the receiver to {QUEUE}"
 
 
+@pytest.mark.redis_by_default
 def test_the_event_that_a_task_was_sent_is_published_where_an_app_asks_for_it(canvas: Canvas, conn: Connection) -> None:
     canvas.app.conf.task_send_sent_event = True
     seen: list[Mapping[str, Any]] = []
@@ -218,6 +224,7 @@ def test_the_event_that_a_task_was_sent_is_published_where_an_app_asks_for_it(ca
     assert canvas.durable.get(quiet.id).task == "canvas.options"
 
 
+@pytest.mark.redis_by_default
 def test_an_app_may_make_all_its_tasks_durable_but_celerys_own(canvas: Canvas, worker_env: dict[str, str]) -> None:
     app = Celery(
         "all-durable", broker=worker_env["CELERY_BROKER_URL"], task_cls="umt_durable:DurableTask", set_as_current=False
@@ -243,6 +250,7 @@ def test_an_app_may_make_all_its_tasks_durable_but_celerys_own(canvas: Canvas, w
     app.close()
 
 
+@pytest.mark.redis_by_default
 def test_direct_and_eager_calls_run_here(canvas: Canvas) -> None:
     assert canvas.classic(1) == 2
     assert canvas.hop(1) == 2
