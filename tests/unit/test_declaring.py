@@ -61,7 +61,8 @@ def test_what_no_task_can_have_is_refused(durable: Durable, options: dict[str, A
 
 
 @pytest.fixture
-def strict() -> Iterator[Durable]:
+def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[Durable]:
+    monkeypatch.setattr("celery._state._on_app_finalizers", set())  # `shared_task` of other tests adds to every app
     app = Celery("strict", broker="memory://", set_as_current=False)
     durable = Durable(app, database_url="postgresql://nobody@127.0.0.1:1/none", embedded=False, strict_retry=True)
     yield durable
