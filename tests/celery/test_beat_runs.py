@@ -23,9 +23,8 @@ MODULE = "tests.celery.beating"
 ENTRIES = ("by interval", "by name", "by crontab", "with an expiry")
 
 
-@pytest.mark.parametrize(
-    "broker", ["redis", pytest.param("rabbitmq", marks=[pytest.mark.rabbitmq, pytest.mark.long])], indirect=True
-)
+@pytest.mark.long
+@pytest.mark.parametrize("broker", ["redis", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)], indirect=True)
 def test_i2_each_tick_of_a_real_beat_starts_one_run_and_a_killed_one_goes_on(
     start_worker: Callable[..., Worker],
     worker_env: dict[str, str],

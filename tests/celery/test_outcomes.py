@@ -23,6 +23,7 @@ from umt_durable.store import outbox
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.redis_by_default
 def test_results_errors_and_children_reach_the_caller(
     tasks: Tasks, start_worker: Callable[..., Worker], pool: Pool, body_log: BodyLog
 ) -> None:

@@ -143,6 +143,7 @@ def test_a_soft_time_limit_is_the_bodys_and_a_hard_one_costs_the_step_it_stopped
     assert len(tasks.durable.history(result.id).attempts) == 2
 
 
+@pytest.mark.redis_by_default
 def test_recycled_children_lose_no_run_and_double_no_callback(
     project: Project, work: Callable[..., Worker], tasks: Tasks, body_log: BodyLog
 ) -> None:

@@ -56,7 +56,7 @@ def start_of(durable: Durable) -> Any:
     return durable.app.tasks[TASK].delay(0)
 
 
-@pytest.mark.parametrize("pool", ["threads", "prefork"])
+@pytest.mark.parametrize("pool", [pytest.param("threads", marks=pytest.mark.long), "prefork"])
 def test_f2_f4_two_workers_of_one_version_each_take_their_own_runs_and_all_ordinary_tasks(
     take: Callable[..., Worker], callers: dict[str, Durable], body_log: BodyLog, conn: Connection, pool: Pool
 ) -> None:
