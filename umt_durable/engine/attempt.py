@@ -305,11 +305,12 @@ class Attempt:
         """
         point(f"{at}.b")
         _, reply = self._ask(work, f"{at}.r")
-        point(f"{at}.a")
         if reply is not None and reply is not False:
+            point(f"{at}.a")
             return reply
         is_there, outcome = self.read(attempts.look)
         if outcome in ended_as or not is_there:
+            point(f"{at}.a")
             return None
         if outcome is None and self.write(runs.prove, cancel=bool):
             raise Canceled("cancelled")
