@@ -22,6 +22,12 @@ def check_call(where: str, label: str, function: Any, *args: Any, told: str = ""
         return
 
 
+def is_coroutine_function(function: Any) -> bool:
+    """Say whether a call gives a coroutine, also of an object whose `__call__` is one."""
+    called = getattr(function, "__call__", None)  # noqa: B004 - of an object that is called, its method
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
 def check_function(where: str, label: str, function: Any, *, plain: bool = False) -> None:
     """Refuse what cannot be called, and with `plain` a coroutine function, which nobody would await.
 
@@ -29,6 +35,5 @@ def check_function(where: str, label: str, function: Any, *, plain: bool = False
     """
     if not callable(function):
         raise DefinitionError(f"{where}: {label} must be a function, not {function!r:.100}")
-    called = getattr(function, "__call__", None)  # noqa: B004 - of an object that is called, its method
-    if plain and (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)):
+    if plain and is_coroutine_function(function):
         raise DefinitionError(f"{where}: {label} is a coroutine function; give a plain one")

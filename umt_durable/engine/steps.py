@@ -87,10 +87,10 @@ class Steps(WaitSteps, ParallelSteps):
         """
         check_function(f"step {name!r}", "fn", fn)
         annotation = codec.return_annotation(fn)
-        check_call(f"step {name!r}", "fn", fn, *args, **kwargs)
         entry, recorded = self._recorder.identify(name, StepKind.RUN, args, kwargs)
         if recorded is not None and recorded.state is not StepState.STARTED:
             return self._recorder.replay(recorded, annotation)
+        check_call(f"step {name!r}", "fn", fn, *args, **kwargs)  # not of what is only replayed: that has to be cheap
         return self._recorder.execute(entry, recorded, Body(self._call(fn, args, kwargs), annotation, name))
 
     def transaction(
@@ -107,11 +107,11 @@ class Steps(WaitSteps, ParallelSteps):
         """
         check_function(f"step {name!r}", "fn", fn, plain=True)
         annotation = codec.return_annotation(fn)
-        check_call(f"step {name!r}", "fn", fn, None, *args, **kwargs)
         entry, recorded = self._recorder.identify(name, StepKind.TRANSACTION, args, kwargs)
         if recorded is not None and recorded.state is not StepState.STARTED:
             result: R = self._recorder.replay(recorded, annotation)
             return result
+        check_call(f"step {name!r}", "fn", fn, None, *args, **kwargs)
         call = self._transaction(entry, recorded, lambda tx: fn(tx, *args, **kwargs), annotation, on, name=name)
         value: R = self._recorder.execute(entry, recorded, Body(call, annotation, name, commits=True), explicit=True)
         return value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeAlias
 import psycopg
 
 from umt_durable import codec, texts
-from umt_durable.engine.functions import check_function
+from umt_durable.engine.functions import check_function, is_coroutine_function
 from umt_durable.engine.passing import LONGEST
 from umt_durable.errors import DefinitionError
 from umt_durable.store import waits
@@ -120,8 +120,7 @@ class FactWait:
     @property
     def is_async(self) -> bool:
         """Whether the check is a coroutine function."""
-        called = getattr(self.check, "__call__", None)  # noqa: B004 - of an object that is called, its method
-        return inspect.iscoroutinefunction(self.check) or inspect.iscoroutinefunction(called)
+        return is_coroutine_function(self.check)
 
     @property
     def reads(self) -> bool:
