@@ -28,7 +28,7 @@ import hypothesis
 import psycopg
 import pytest
 
-from tests.support import apps, diagnose, guard, skips, workers
+from tests.support import apps, diagnose, guard, nursery, skips, workers
 from tests.support.bodylog import VARIABLE as BODY_LOG
 from tests.support.bodylog import BodyLog
 from tests.support.brokers import NAMES as BROKERS
@@ -129,6 +129,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def _no_process_outlives_the_session() -> Iterator[None]:
     guard.token()
     yield
+    nursery.close()
     left = guard.kill_all(guard.wait_gone(guard.strays(), timeout=5))
     guard.end_watch()
     assert not left, "processes left behind by the tests, now killed:\n" + "\n".join(left)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from threading import Event
+from typing import Any, Protocol
 
 import psutil
 
@@ -25,6 +26,25 @@ TOKEN = "UMT_TEST_SESSION"
 ROOT = Path(__file__).resolve().parents[2]
 
 _never = Event()
+
+
+class Process(Protocol):
+    """What the tests use of a process they have started, whether by `spawn` or by the nursery."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> Any: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 @cache
@@ -166,7 +186,7 @@ def spawn(argv: list[str], log: Path, env: dict[str, str], *, cwd: Path = ROOT) 
         )
 
 
-def end(process: subprocess.Popen[bytes], *, grace: float = 10.0) -> None:
+def end(process: Process, *, grace: float = 10.0) -> None:
     """End a process started by `spawn` and all its descendants: SIGTERM, then SIGKILL after `grace` seconds."""
     family = tree(process.pid)
     for relative in family:

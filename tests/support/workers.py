@@ -18,7 +18,7 @@ from typing import Literal, Self
 
 import psutil
 
-from tests.support import guard
+from tests.support import guard, nursery
 from tests.support.wait import patience, until
 
 Pool = Literal["prefork", "threads", "solo", "gevent"]
@@ -47,7 +47,7 @@ class Running:
         self._ready_timeout = ready_timeout
         self._folder = Path(tempfile.mkdtemp(prefix="umt-process-"))
         self.log = self._folder / f"{name}.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: guard.Process | None = None
         self._mark = 0
         self._family: list[psutil.Process] = []
 
@@ -59,10 +59,13 @@ class Running:
         self._mark = len(self.text())
         if self not in RUNNING:
             RUNNING.append(self)
-        self._process = guard.spawn(self.argv, self.log, guard.clean_environment(self.env))
+        self._process = self._spawn(guard.clean_environment(self.env))
         if wait:
             self.wait_ready()
         return self
+
+    def _spawn(self, env: dict[str, str]) -> guard.Process:
+        return guard.spawn(self.argv, self.log, env)
 
     def wait_ready(self) -> None:
         """Return once the output of this start says that the process is ready; AssertionError when it ends before."""
@@ -100,7 +103,7 @@ class Running:
     # -- what it is -----------------------------------------------------------------------------------------------
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> guard.Process:
         """Return the process object; AssertionError before the first start."""
         assert self._process is not None, f"{self.name} was not started"
         return self._process
@@ -200,14 +203,19 @@ class Worker(Running):
     ) -> None:
         self.pool = pool
         self.node = f"{name}-{uuid.uuid4().hex[:8]}@localhost"
-        argv = [sys.executable, "-m", "tests.support.program", "-A", app, "worker", f"--pool={pool}"]
-        argv += [f"--concurrency={concurrency}"]
-        argv += [f"--hostname={self.node}", f"--loglevel={log_level}"]
-        argv += [f"--queues={','.join(queues)}"] if queues else []
-        argv += [] if mingle else ["--without-mingle"]
-        super().__init__(
-            [*argv, *options], env=env, name=name, ready=f"{self.node} ready.", ready_timeout=ready_timeout
-        )
+        given = ["-A", app, "worker", f"--pool={pool}", f"--concurrency={concurrency}"]
+        given += [f"--hostname={self.node}", f"--loglevel={log_level}"]
+        given += [f"--queues={','.join(queues)}"] if queues else []
+        given += [] if mingle else ["--without-mingle"]
+        self._given = [*given, *options]
+        argv = [sys.executable, "-m", "tests.support.program", *self._given]
+        super().__init__(argv, env=env, name=name, ready=f"{self.node} ready.", ready_timeout=ready_timeout)
+
+    def _spawn(self, env: dict[str, str]) -> guard.Process:
+        """Start the worker; forked, where that makes no difference to what it is."""
+        if self.pool == "gevent" or "--pool-start-method=spawn" in self._given or not nursery.available():
+            return super()._spawn(env)
+        return nursery.spawn(self._given, self.log, env)
 
     def children(self) -> list[psutil.Process]:
         """Return the live pool children, oldest first; none where the pool has no processes."""
