@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from umt_durable.engine.client import History
     from umt_durable.engine.context import TaskContext, current_context
     from umt_durable.engine.effects import Done, NotDone, OpInfo, Policy, Unknown, with_attempt_token
+    from umt_durable.engine.explaining import Explanation
     from umt_durable.engine.parallel import ItemFailure
     from umt_durable.engine.registry import TaskDefinition, TaskRegistry
     from umt_durable.engine.retry import RetryAfter, RetryPolicy
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
     from umt_durable.ledger import Ledger, install_ledger, ledger_sql
     from umt_durable.migrate import migrate_engine_schema
     from umt_durable.payloads import PayloadCodec
-    from umt_durable.records import Op, OutboxEvent, Run
+    from umt_durable.records import Op, OutboxEvent, Progress, Run
     from umt_durable.settings import Settings
     from umt_durable.states import OpState, RunState
 
@@ -97,6 +98,7 @@ __all__ = [
     "EmbeddedError",
     "EncodingError",
     "ExpiredTokenError",
+    "Explanation",
     "Fact",
     "FactAddress",
     "FactPayloadError",
@@ -127,6 +129,7 @@ __all__ = [
     "Policy",
     "PollPolicy",
     "PrivilegeError",
+    "Progress",
     "RetryAfter",
     "RetryPolicy",
     "Run",
@@ -177,6 +180,7 @@ _HOMES: Final = {
     "engine.async_context": ("AsyncTaskContext",),
     "engine.client": ("History",),
     "engine.context": ("TaskContext", "current_context"),
+    "engine.explaining": ("Explanation",),
     "engine.effects": ("Done", "NotDone", "OpInfo", "Policy", "Unknown", "with_attempt_token"),
     "engine.parallel": ("ItemFailure",),
     "engine.awaiting": ("TaskInfo",),
@@ -186,7 +190,7 @@ _HOMES: Final = {
     "engine.waitables": ("Fact", "FactAddress", "FactWait", "PollPolicy", "Timer"),
     "ledger": ("Ledger", "install_ledger", "ledger_sql"),
     "migrate": ("migrate_engine_schema",),
-    "records": ("Op", "OutboxEvent", "Run"),
+    "records": ("Op", "OutboxEvent", "Progress", "Run"),
     "payloads": ("PayloadCodec",),
     "settings": ("Settings",),
     "states": ("OpState", "RunState"),

@@ -45,7 +45,17 @@ CHANGE: Final = ("SELECT", "INSERT", "UPDATE")
 ALL: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
 VIEWS: Final = (
-    *("run_view", "attempt_view", "step_view", "wait_view", "fact_view", "outbox_view", "op_view", "worker_view"),
+    *(
+        "run_view",
+        "attempt_view",
+        "step_view",
+        "progress_view",
+        "wait_view",
+        "fact_view",
+        "outbox_view",
+        "op_view",
+        "worker_view",
+    ),
     *("key_view", "audit_view", "pause_view", "payload_keys"),
 )
 
@@ -56,7 +66,7 @@ RELATIONS: Final[Mapping[Role, Mapping[str, tuple[str, ...]]]] = {
         **dict.fromkeys(("audit", "fact_read"), APPEND),  # what was written there is never changed
         "idempotency_key": ("SELECT", "UPDATE"),  # made by `enqueue_run`
         **dict.fromkeys(("run", "fact", "op_ledger", "broker_marker"), CHANGE),
-        **dict.fromkeys(("attempt", "step", "wait", "outbox_event", "worker", "pause"), ALL),
+        **dict.fromkeys(("attempt", "step", "progress", "wait", "outbox_event", "worker", "pause"), ALL),
     },
     Role.UI: dict.fromkeys(("umt_version", *VIEWS), READ),
 }

@@ -28,8 +28,10 @@ _HEAD: Final = len(MAGIC) + MARK_BYTES + 1
 _UNMARKED: Final = bytes(MARK_BYTES)
 
 # The parameters of our statements that hold users' values, alone or as lists of them.
-VALUES: Final = frozenset({"args", "envelope", "result", "error", "payload", "envelopes", "results", "errors"})
-TEXTS: Final = frozenset({"summary"})
+VALUES: Final = frozenset(
+    {"args", "envelope", "result", "error", "payload", "payloads", "envelopes", "results", "errors"}
+)
+TEXTS: Final = frozenset({"summary", "statuses"})
 HASHES: Final = frozenset({"key_hash", "key_given"})
 IN_CLEAR: Final = frozenset({"umt.cancel", "umt.retry", "umt.pause", "umt.resume"})
 """Facts by which people ask something of a run. Their one value, the reason, stands in the audit in clear as well."""
@@ -140,7 +142,8 @@ class Vault:
                 if digest in out:
                     out[digest] = _digest(given, stored, out[digest])
         for name in TEXTS & out.keys():
-            out[name] = self.text(out[name])
+            given = out[name]
+            out[name] = [self.text(one) for one in given] if isinstance(given, list) else self.text(given)
         for name in HASHES & out.keys():
             out[name] = _maybe(self.hash, out[name])
         return out

@@ -327,6 +327,37 @@ class OutboxEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """What a body says of how far it is, to be written.
+
+    Shape: `key` is that of a step, empty for the run itself; `turn` grows with each note of an attempt.
+    """
+
+    key: str
+    turn: int
+    status: str | None = None
+    done: float | None = None
+    total: float | None = None
+    payload: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a body said of how far it is, and when.
+
+    Shape: `key` is that of a step, empty for the run itself, which alone has a `status`, and `done` of `total`.
+    `payload` is what it gave its last heartbeat.
+    """
+
+    key: str
+    status: str | None
+    done: float | None
+    total: float | None
+    payload: bytes | None
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """A read-only view of one run."""
 
@@ -356,6 +387,7 @@ class Run:
     generation: int = 0
     continued_at: datetime | None = None
     compensate_at: datetime | None = None
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,14 +157,16 @@ CREATE FUNCTION {schema}.lookup(
     OUT state text, OUT reason text, OUT paused_at timestamptz, OUT failures int, OUT crashes int,
     OUT wake_at timestamptz, OUT cancel_at timestamptz, OUT ref text, OUT attributes jsonb, OUT result bytea,
     OUT error bytea, OUT codec smallint, OUT created_at timestamptz, OUT finished_at timestamptz, OUT retry_of text,
-    OUT fork_of text, OUT generation int, OUT continued_at timestamptz, OUT compensate_at timestamptz)
+    OUT fork_of text, OUT generation int, OUT continued_at timestamptz, OUT compensate_at timestamptz, OUT status text,
+    OUT done double precision, OUT total double precision, OUT noted_at timestamptz)
     RETURNS SETOF record LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 BEGIN ATOMIC
     SELECT r.id, r.no, r.nesting, r.task, r.version, r.queue, r.priority, r.state, r.reason, r.paused_at, r.failures,
            r.crashes, r.wake_at, r.cancel_at, r.ref, r.attributes, r.result, r.error, r.codec, r.created_at,
            r.finished_at, (SELECT o.id FROM {schema}.run AS o WHERE o.no = r.retry_of),
-           (SELECT o.id FROM {schema}.run AS o WHERE o.no = r.fork_of), r.generation, r.continued_at, r.compensate_at
-      FROM {schema}.run AS r WHERE r.id = lookup.id ORDER BY r.nesting DESC LIMIT 1;
+           (SELECT o.id FROM {schema}.run AS o WHERE o.no = r.fork_of), r.generation, r.continued_at, r.compensate_at,
+           p.status, p.done, p.total, p.at
+      FROM {schema}.run AS r LEFT JOIN {schema}.progress AS p ON p.run = r.no AND p.key = '' WHERE r.id = lookup.id ORDER BY r.nesting DESC LIMIT 1;
 END;
 
 CREATE VIEW {schema}.run_view AS
@@ -172,8 +174,9 @@ CREATE VIEW {schema}.run_view AS
            r.crashes, r.wake_at, r.cancel_at, r.ref, r.attributes, r.created_at, r.finished_at, r.worker, r.deliver_by,
            r.redelivers, r.expires_at, r.parent_no, r.parent_key,
            (SELECT o.id FROM {schema}.run AS o WHERE o.no = r.retry_of) AS retry_of,
-           (SELECT o.id FROM {schema}.run AS o WHERE o.no = r.fork_of) AS fork_of, r.generation, r.continued_at, r.compensate_at
-      FROM {schema}.run AS r;
+           (SELECT o.id FROM {schema}.run AS o WHERE o.no = r.fork_of) AS fork_of, r.generation, r.continued_at, r.compensate_at,
+           p.status, p.done, p.total, p.at AS noted_at
+      FROM {schema}.run AS r LEFT JOIN {schema}.progress AS p ON p.run = r.no AND p.key = '';
 
 -- Of a failed attempt the type of what was raised, without its text; of a lost one why it counts as lost.
 CREATE VIEW {schema}.attempt_view AS
@@ -183,6 +186,9 @@ CREATE VIEW {schema}.attempt_view AS
 
 CREATE VIEW {schema}.step_view AS
     SELECT run, key, seq, kind, state, failures, fence, wake_at, started_at, finished_at, undo FROM {schema}.step;
+
+CREATE VIEW {schema}.progress_view AS
+    SELECT run, key, nullif(status, '') AS status, done, total, at FROM {schema}.progress;
 
 CREATE VIEW {schema}.wait_view AS
     SELECT run, key, seq, name, address, mode, deadline, state, fact, part_of, need, created_at, settled_at

@@ -179,6 +179,20 @@ CREATE TABLE {schema}.step (
     CONSTRAINT step_pkey PRIMARY KEY (run, key)
 );
 
+-- What bodies say of how far they are: of the run itself under the key '', of its steps under theirs.
+CREATE TABLE {schema}.progress (
+    run     bigint NOT NULL,
+    key     text NOT NULL,
+    fence   bigint NOT NULL,
+    turn    bigint NOT NULL,
+    status  text,
+    done    double precision,
+    total   double precision,
+    payload bytea,
+    at      timestamptz NOT NULL,
+    CONSTRAINT progress_pkey PRIMARY KEY (run, key)
+) WITH (fillfactor = 70);
+
 CREATE TABLE {schema}.wait (
     run        bigint NOT NULL,
     key        text NOT NULL,
@@ -593,6 +607,9 @@ CREATE VIEW {schema}.payload_keys AS
                        WHERE starts_with(error, 'sealed:')
             UNION ALL SELECT 'step.result', result FROM {schema}.step
             UNION ALL SELECT 'step.error', error FROM {schema}.step
+            UNION ALL SELECT 'progress.payload', payload FROM {schema}.progress
+            UNION ALL SELECT 'progress.status', decode(substr(status, 8), 'base64') FROM {schema}.progress
+                       WHERE starts_with(status, 'sealed:')
             UNION ALL SELECT 'wait.payload', payload FROM {schema}.wait
             UNION ALL SELECT 'fact.payload', payload FROM {schema}.fact
             UNION ALL SELECT 'op_ledger.result', result FROM {schema}.op_ledger

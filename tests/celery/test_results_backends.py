@@ -104,6 +104,8 @@ def test_extended_results_say_what_was_called(canvas: Canvas, backend_url: str) 
     assert (other.worker is not None, other.retries, other.queue) == (True, 0, "umt-tests")
     assert other.date_done is not None
     (child,) = other.children
+    # Celery's client can miss a result that is stored between its look and its subscription; asking again cannot.
+    until(child.ready, timeout=30, what="the callback's result")
     assert child.get(timeout=60) == 7
     restored = GroupResult.restore(grouped.id, app=canvas.app)
     assert restored.get(timeout=60) == [2, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -84,6 +85,23 @@ def test_a_plain_body_calls_async_steps(engine: Engine) -> None:
     assert outcome.value == 7
 
 
+def test_a_plain_function_that_returns_a_coroutine_is_a_step_like_a_coroutine_function(engine: Engine) -> None:
+    entered: list[Any] = []
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> list[Any]:
+        one = ctx.step.run("one", lambda: tell(entered, "one", 1))
+        many = ctx.step.map("many", lambda item: tell(entered, "item", item), [2, 3], key=int)
+        fact = ctx.step.wait_for_fact("go", check=lambda: tell(entered, "check", 4))
+        return [one, many, fact.payload]
+
+    _, outcome = engine.run("t")
+
+    assert isinstance(outcome, Finished)
+    assert outcome.value == [1, [2, 3], 4]
+    assert {thread for _, thread in entered} == {"umt_durable loop"}
+
+
 def test_d9_an_exit_passes_except_exception_and_ends_what_the_body_began(engine: Engine, clock: Clock) -> None:
     seen: list[str] = []
 
@@ -157,18 +175,24 @@ def test_d13_a_check_may_be_a_coroutine_function(engine: Engine, clock: Clock, k
     assert asked == [("check", "umt_durable loop")] * 2
 
 
-def test_d13_a_check_on_the_loop_is_given_no_connection(engine: Engine) -> None:
+@pytest.mark.parametrize("kind", ["a coroutine function", "a function that gives one"])
+def test_d13_a_check_on_the_loop_is_given_no_connection(engine: Engine, kind: str) -> None:
     async def shipped(conn: Any) -> bool:
         return True
 
+    def gives_a_coroutine(conn: Any) -> Any:
+        return shipped(conn)
+
+    check = shipped if kind == "a coroutine function" else gives_a_coroutine
+
     @engine.task("t")
     async def body(ctx: AsyncTaskContext) -> None:
-        await ctx.step.wait_for_fact("shipped", check=shipped)
+        await ctx.step.wait_for_fact("shipped", check=check)
 
     _, outcome = engine.run("t")
 
     assert isinstance(outcome, Finished)
-    assert "a check that is a coroutine function takes nothing" in str(outcome.error)
+    assert re.search("a check that (is a coroutine function|gives a coroutine) takes nothing", str(outcome.error))
 
 
 def test_a_failed_async_step_is_retried_recorded_and_raised_as_its_own_type(engine: Engine) -> None:

@@ -14,6 +14,7 @@ from umt_durable.engine import failures
 from umt_durable.errors import DefinitionError
 from umt_durable.settings import Settings
 from umt_durable.states import RunState
+from umt_durable.store import waits
 
 DUE = datetime(2100, 1, 1, tzinfo=UTC)
 UNKNOWN = "3c7a1f7e-0000-4000-8000-000000000000"
@@ -53,9 +54,9 @@ def write_history(conn: Connection, schema: str, run: str) -> None:
     conn.execute(step.encode(), [row[0], "look up", 1, "done", b'{"api_key": "tiger", "city": "Ulm"}', None])
     conn.execute(step.encode(), [row[0], "charge", 2, "failed", None, error])
     wait = (
-        f"INSERT INTO {schema}.wait (run, key, seq, name, address, mode) VALUES (%s, 'ok', 3, 'approved', 'a', 'first')"
+        f"INSERT INTO {schema}.wait (run, key, seq, name, address, mode) VALUES (%s, 'ok', 3, 'approved', %s, 'first')"
     )
-    conn.execute(wait.encode(), row)
+    conn.execute(wait.encode(), [*row, waits.run_address(run, "approved")])
     set_state(conn, schema, run, "retrying", error=error, failures=1, wake_at=DUE)
 
 

@@ -57,5 +57,7 @@ def test_f5_show_names_the_version_that_no_live_worker_has(cli: Cli, conn: Conne
     told = cli.lines("show", run.id)
     kit.worker(conn, versions=[f"{TASK}@7"])
 
-    assert ["run", "blocked", f"no live worker declares {TASK}@7: start one with that code"] in told
-    assert json.loads(cli("show", run.id, "--json").stdout)["blocked"] is None
+    because = ["because", "missing_code", f"no live worker declares {TASK}@7", "", "start a worker with that code"]
+    assert because in told
+    reasons = json.loads(cli("show", run.id, "--json").stdout)["because"]
+    assert [one["why"] for one in reasons] == ["hint_pending"]

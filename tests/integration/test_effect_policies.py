@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,23 @@ def test_i15_a_plain_provider_that_is_called_again_applies_twice(
     @engine.task("t")
     def body(ctx: TaskContext) -> int:
         return ctx.step.effect(OP, shipping.do, policy=Policy.IDEMPOTENT_KEY)
+
+    with_a_zombie(engine, clock, shipping)
+
+    assert shipping.provider.applied(OP) == 2
+
+
+def test_i15_a_key_with_the_attempt_in_it_is_another_one_for_the_provider_which_applies_twice(
+    engine: Engine, clock: Clock, start_provider: Callable[[Mode], Provider]
+) -> None:
+    shipping = Shipping(start_provider("idempotent"), "after the call")
+
+    def do_with_a_key_of_its_own(info: OpInfo) -> int:
+        return shipping.do(replace(info, idempotency_key=f"{info.idempotency_key}/{info.attempt_token.fence}"))
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> int:
+        return ctx.step.effect(OP, do_with_a_key_of_its_own, policy=Policy.IDEMPOTENT_KEY)
 
     with_a_zombie(engine, clock, shipping)
 

@@ -83,6 +83,7 @@ TABLES = {
     "run": "SIU",
     "attempt": "SIUD",
     "step": "SIUD",
+    "progress": "SIUD",
     "wait": "SIUD",
     "fact": "SIU",
     "fact_read": "SI",
@@ -99,6 +100,7 @@ TABLES = {
 """What a worker may do with each table; nobody else may do anything with them, but read the revision."""
 VIEWS = [
     *(f"{name}_view" for name in ("run", "attempt", "step", "wait", "fact", "outbox", "op", "worker", "key", "audit")),
+    "progress_view",
     "pause_view",
     "payload_keys",
 ]
@@ -232,7 +234,8 @@ def test_a_worker_may_do_what_its_statements_do_and_nothing_else() -> None:
         "UPDATE": r'UPDATE "s"\.(\w+)',
         "DELETE": r'DELETE FROM "s"\.(\w+)',
     }
-    written = {
+    upsert = r'INSERT INTO "s"\.(\w+)(?:(?!INSERT INTO).)*?DO UPDATE'
+    written = {(name, "UPDATE") for text in texts for name in re.findall(upsert, text, re.DOTALL)} | {
         (name, right) for right, pattern in patterns.items() for text in texts for name in re.findall(pattern, text)
     }
     granted = {(name, right) for name, given in grants.RELATIONS[Role.WORKER].items() for right in given}

@@ -17,7 +17,7 @@ from tests.support.queues import QUEUE
 from tests.support.wait import until
 from tests.support.workers import Worker
 from umt_durable import Durable
-from umt_durable.bridge.cli_runs import _blocked
+from umt_durable.engine.explaining import Why
 from umt_durable.states import RunState
 
 pytestmark = pytest.mark.processes
@@ -71,9 +71,9 @@ def test_s16_i19_a_run_goes_on_with_the_version_it_began_with(
     clock.advance(seconds=3601)
     site.wait_for(run.id, RunState.READY)
     wait_until_empty(broker, QUEUE)
-    assert _blocked(durable, durable.get(run.id)) == (
-        "no live worker declares tests.deployed@1: start one with that code"
-    )
+    assert [one.text for one in durable.explain(run.id).because if one.why is Why.MISSING_CODE] == [
+        "no live worker declares tests.deployed@1"
+    ]
     assert body_log.count(run.id, "check") == 0
 
     site.deploy("1 2")

@@ -93,6 +93,9 @@ async def later(ctx: AsyncTaskContext, order: Order, note: str = "") -> Receipt:
     assert_type(await ctx.step.wait_for_fact("receipt", type=Receipt), Fact[Receipt])
     assert_type(await ctx.step.wait_all(["a", "b"]), list[Fact[Any]])
     assert_type(await ctx.step.begin("review", type=Receipt, on_created=print), Receipt)
+    assert_type(await ctx.step.wait_all({"a": "a"}, timeout=timedelta(1)), dict[str, Fact[Any]])
+    ctx.heartbeat({"line": 7})
+    assert_type(await ctx.last_heartbeat(int), int | None)
     return Receipt(text=note)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from celery import Celery
 
-from umt_durable import Durable, TaskContext
+from umt_durable import AsyncTaskContext, Durable, TaskContext
 
 app = Celery("shop")
 durable = Durable(app)
@@ -38,6 +38,18 @@ def parallel(ctx: TaskContext, amounts: list[int]) -> list[str]:
     ctx.step.begin("review", type=str)  # expect: call-overload
     number = ctx.step.begin("review", type=str, on_created=print)  # expect: assignment
     return ctx.step.map("charge", charge, [number], key=str, on_error="collect")  # expect: return-value
+
+
+@durable.task(name="shop.later")
+async def later(ctx: AsyncTaskContext) -> None:
+    await ctx.step.wait_for_fact("paid", timeout=5)  # expect: call-overload
+    await ctx.step.wait_for_fact("paid", time_out=None)  # expect: call-overload
+    await ctx.step.wait_all(["paid"], poll="1m")  # expect: call-overload
+    await ctx.step.begin("review", type=str)  # expect: call-overload
+    ctx.set_status(7)  # expect: arg-type
+    ctx.progress("3")  # expect: arg-type
+    place: int = await ctx.last_heartbeat(str)  # expect: assignment, arg-type
+    ctx.heartbeat(place)
 
 
 @durable.task(name="shop.nothing")  # expect: arg-type

@@ -8,6 +8,7 @@ from uuid import UUID
 
 from umt_durable.engine.async_calls import in_thread
 from umt_durable.engine.client import Client, History
+from umt_durable.engine.explaining import Explanation
 from umt_durable.records import Run
 from umt_durable.states import RunState
 
@@ -130,6 +131,10 @@ class AsyncVerbs:
     async def ahistory(self, run_id: str) -> History:
         """Read what happened to a run; see `Client.history`."""
         return await in_thread(lambda _: self.client.history(run_id))
+
+    async def aexplain(self, run_id: str) -> Explanation:
+        """Say why a run stands where it stands, and what a person can do about it; see `Client.explain`."""
+        return await in_thread(lambda _: self.client.explain(run_id))
 
     async def alist(
         self,

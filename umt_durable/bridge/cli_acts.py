@@ -8,9 +8,10 @@ from typing import Any, Final
 import click
 
 from umt_durable.bridge.bulk import Act, chosen, do_to_many, filters
-from umt_durable.bridge.cli_runs import actor_option, checked, json_of, run_document, state_of
+from umt_durable.bridge.cli_runs import actor_option, checked, json_of
 from umt_durable.bridge.console import emit, json_option, say
 from umt_durable.bridge.durable import Durable
+from umt_durable.bridge.showing import run_document, state_of
 from umt_durable.states import TERMINAL, RunState
 
 LIVE: Final = [state for state in RunState if state not in TERMINAL]

@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from umt_durable.bridge.cli_runs import actor, checked, failure_in, shown, told
+from umt_durable.bridge.cli_runs import actor, checked
 from umt_durable.bridge.console import Section, emit, json_option
+from umt_durable.bridge.showing import failure_in, shown, told
 from umt_durable.engine.ops import MAX_PAGE
 from umt_durable.records import Op
 from umt_durable.states import OpState

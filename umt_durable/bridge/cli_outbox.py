@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import click
 
-from umt_durable.bridge.cli_runs import checked, shown
+from umt_durable.bridge.cli_runs import checked
 from umt_durable.bridge.console import Section, emit, json_option, say
 from umt_durable.bridge.project import project_of
+from umt_durable.bridge.showing import shown
 from umt_durable.engine.ops import MAX_PAGE
 from umt_durable.errors import DefinitionError
 from umt_durable.records import OutboxEvent

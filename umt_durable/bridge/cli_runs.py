@@ -1,7 +1,4 @@
-"""`durable status|runs|show|signal|resolve`: look at runs, and tell them something.
-
-No payload is shown unless it is asked for.
-"""
+"""`durable status|runs|signal|complete|resolve`: look at many runs, and tell one something."""
 
 from __future__ import annotations
 
@@ -9,31 +6,26 @@ import getpass
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from umt_durable import codec
 from umt_durable.bridge.console import Section, emit, json_option
 from umt_durable.bridge.durable import Durable
 from umt_durable.bridge.project import project_of
-from umt_durable.engine import failures
-from umt_durable.engine.client import History, hidden
-from umt_durable.engine.failures import Failure
+from umt_durable.bridge.showing import Document, run_document, state_of
+from umt_durable.engine.client import hidden
+from umt_durable.engine.explaining import keeping, version_of
 from umt_durable.engine.ops import MAX_PAGE
-from umt_durable.errors import DecodingError, PayloadKeyError, UnknownTaskError
-from umt_durable.records import Run, StepEntry, WaitEntry
-from umt_durable.redaction import redact
-from umt_durable.states import OWN, PAUSED, RunState, Scope
+from umt_durable.errors import UnknownTaskError
+from umt_durable.records import Run
+from umt_durable.states import OWN, PAUSED, RunState
 from umt_durable.store import diagnosis, outbox, workers
 from umt_durable.store.pauses import Pause
 
-Document = dict[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
-
-HIDDEN: Final = ("args", "result", "error", "digest", "fingerprint", "payload", "codec")
 
 
 def all_option(command: F) -> F:
@@ -128,26 +120,11 @@ def runs(
     columns = ("no", "id", "task", "state", "ref", "failures", "crashes", "queue", "created", "due")
     paused = durable.pauses.list()
     document = {
-        "runs": [run_document(run) | {"waits_for": _keeping(run, paused)} for run in found],
+        "runs": [run_document(run) | {"waits_for": _names(run, paused)} for run in found],
         "before": found[-1].no if len(found) == limit else None,
     }
     rows = [_run_row(run, paused) for run in found]
     emit(document, [Section("run", columns, rows, stacked=("id", "task"))], as_json=as_json)
-
-
-@click.command()
-@click.argument("run_id", metavar="RUN")
-@click.option("--payloads", is_flag=True, help="Show arguments, results and facts too, secrets masked by their names.")
-@json_option
-@click.pass_context
-def show(ctx: click.Context, run_id: str, payloads: bool, as_json: bool) -> None:
-    """Show what happened to a run: its attempts, steps, waits and last error, and what people did to it."""
-    durable = checked(ctx)
-    history = durable.client.history(run_id)
-    document = _history_document(durable, history, payloads=payloads)
-    if document["error"] is not None:
-        document["error"] = project_of(ctx).spelled(document["error"])
-    emit(document, _history_sections(document), as_json=as_json)
 
 
 @click.command()
@@ -259,144 +236,14 @@ def _worker_row(worker: Any) -> tuple[object, ...]:
     return f"{worker.host}:{worker.pid}", worker.started_at, " ".join(declared) or "-"
 
 
-def _task_of(run: Run) -> str:
-    return run.task if run.version is None else f"{run.task}@{run.version}"
-
-
-def state_of(run: Run) -> str:
-    """Return where a run stands, as people read it."""
-    marks = [f"({run.reason})" if run.reason else "", "paused" if run.paused_at and not run.state.is_terminal else ""]
-    asked = "cancel asked" if run.cancel_at and not run.state.is_terminal else ""
-    if run.compensate_at:
-        asked = "undone" if run.state.is_terminal else asked or "undoing"
-    return " ".join(filter(None, [str(run.state), *marks, asked]))
-
-
-def _keeping(run: Run, paused: Sequence[Pause]) -> list[str]:
+def _names(run: Run, paused: Sequence[Pause]) -> list[str]:
     """Say which pauses of a task or queue keep a ready run."""
-    if run.state is not RunState.READY:
-        return []
-    names = {Scope.TASK: run.task, Scope.QUEUE: None if run.task.startswith(OWN) else run.queue}
-    return [f"{one.scope} {one.name}" for one in paused if names[one.scope] == one.name]
+    return [f"{one.scope} {one.name}" for one in keeping(run, paused)]
 
 
 def _run_row(run: Run, paused: Sequence[Pause]) -> tuple[object, ...]:
-    kept = "".join(f" ({one.split()[0]} paused)" for one in _keeping(run, paused))
+    kept = "".join(f" ({one.scope} paused)" for one in keeping(run, paused))
     return (
-        *(run.no, run.id, _task_of(run), state_of(run) + kept, run.ref, run.failures, run.crashes, run.queue),
+        *(run.no, run.id, version_of(run), state_of(run) + kept, run.ref, run.failures, run.crashes, run.queue),
         *(run.created_at, run.wake_at),
     )
-
-
-def run_document(run: Run) -> Document:
-    """Return a run as programs read it."""
-    return _visible(run)
-
-
-def _visible(record: Any) -> Document:
-    """Return the fields of a record that are no payload and no token."""
-    return {field.name: getattr(record, field.name) for field in fields(record) if field.name not in HIDDEN}
-
-
-def _history_document(durable: Durable, history: History, *, payloads: bool) -> Document:
-    run = history.run
-    failure = failure_in(run.error)
-    document: Document = {
-        "run": run_document(run),
-        "blocked": _blocked(durable, run),
-        "error": told(failure),
-        "attempts": [
-            {"no": number} | _visible(attempt) | {"error": attempt.error}
-            for number, attempt in enumerate(history.attempts, start=1)
-        ],
-        "steps": [_step_document(step, run.codec, payloads=payloads) for step in history.steps],
-        "waits": [_wait_document(wait, payloads=payloads) for wait in history.waits],
-        "audit": [asdict(entry) for entry in history.audit],
-    }
-    if payloads:
-        stored = durable.database.do(lambda conn: diagnosis.arguments(conn, run.no))
-        document["run"] |= {"input": shown(*stored) if stored else None, "result": shown(run.result, run.codec)}
-        document["traceback"] = failure.traceback if isinstance(failure, Failure) else None
-    return document
-
-
-def _blocked(durable: Durable, run: Run) -> str | None:
-    """Say why nobody takes a ready run, if that is so."""
-    if run.state is not RunState.READY or run.paused_at is not None:
-        return None
-    for pause in durable.pauses.list():
-        if f"{pause.scope} {pause.name}" in _keeping(run, [pause]):
-            return f"{pause}. Let it go on: `umt-durable {pause.scope} resume {pause.name}`"
-    needed = _task_of(run)
-    if needed in durable.database.do(workers.live_versions):
-        return None
-    return f"no live worker declares {needed}: start one with that code"
-
-
-def _step_document(step: StepEntry, kind: int, *, payloads: bool) -> Document:
-    error = told(failure_in(step.error))
-    payload = {"result": shown(step.result, kind)} if payloads else {}
-    return {name: value for name, value in _visible(step).items() if name not in ("due", "age_seconds")} | {
-        "error": error,
-        **payload,
-    }
-
-
-def _wait_document(wait: WaitEntry, *, payloads: bool) -> Document:
-    payload = {"payload": shown(wait.payload)} if payloads else {}
-    return {name: value for name, value in _visible(wait).items() if name != "due"} | payload
-
-
-def shown(data: bytes | None, kind: int = codec.Codec.JSON) -> object:
-    """Return a stored value for a person's eyes: as plain JSON, with what its names say is secret masked."""
-    if data is None:
-        return None
-    try:
-        return redact(codec.decode(data, codec.EMPTY, kind))
-    except DecodingError:
-        return f"<{len(data)} bytes that cannot be read>"
-    except PayloadKeyError as error:
-        return _sealed(error)
-
-
-def failure_in(data: bytes | None) -> Failure | str | None:
-    """Return a stored failure, or what to say instead where it cannot be opened here."""
-    if data is None:
-        return None
-    try:
-        return failures.from_bytes(data)
-    except PayloadKeyError as error:
-        return _sealed(error)
-
-
-def told(failure: Failure | str | None) -> str | None:
-    """Return what stands in a list for a failure."""
-    return failure.summary if isinstance(failure, Failure) else failure
-
-
-def _sealed(error: PayloadKeyError) -> str:
-    return f"<sealed with the key {error.key!r}, which is not known here>"
-
-
-def _history_sections(document: Document) -> list[Section]:
-    run = {**document["run"], "blocked": document["blocked"], "error": document["error"]}
-    if document.get("traceback"):
-        run["traceback"] = document["traceback"]
-    return [
-        Section("run", ("", ""), [(name, value) for name, value in run.items() if value is not None]),
-        _section(
-            "attempt", document["attempts"], ("no", "fence", "outcome", "claimed_at", "ended_at", "worker", "error")
-        ),
-        _section(
-            "step",
-            document["steps"],
-            ("seq", "key", "kind", "state", "failures", "started_at", "finished_at", "wake_at", "error", "result"),
-        ),
-        _section("wait", document["waits"], ("seq", "key", "name", "state", "deadline", "settled_at", "payload")),
-        _section("audit", document["audit"], ("at", "act", "actor", "reason", "detail")),
-    ]
-
-
-def _section(title: str, entries: list[Document], columns: Sequence[str]) -> Section:
-    shown = [column for column in columns if not entries or column in entries[0]]
-    return Section(title, shown, [[entry[column] for column in shown] for entry in entries])

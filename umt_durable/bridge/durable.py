@@ -37,6 +37,7 @@ from umt_durable.bridge.typed import AsyncBody, Body, DurableTaskOf, P, R, TaskM
 from umt_durable.database import Database
 from umt_durable.engine.client import Client, History
 from umt_durable.engine.executor import Executor
+from umt_durable.engine.explaining import Explanation
 from umt_durable.engine.ops import Ops
 from umt_durable.engine.registry import OnMismatch, TaskRegistry
 from umt_durable.engine.retry import RetryPolicy
@@ -311,6 +312,10 @@ class Durable(AsyncVerbs, PauseVerbs):
     def history(self, run_id: str) -> History:
         """Read what happened to a run; see `Client.history`."""
         return self.client.history(run_id)
+
+    def explain(self, run_id: str) -> Explanation:
+        """Say why a run stands where it stands, and what a person can do about it; see `Client.explain`."""
+        return self.client.explain(run_id)
 
     def list(
         self,

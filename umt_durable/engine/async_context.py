@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import wraps
-from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, Unpack, overload
 
+from umt_durable import codec
 from umt_durable.engine.changing import continue_as_new, patched
 from umt_durable.engine.context import RunContext
 from umt_durable.engine.loops import in_owner
@@ -19,6 +21,7 @@ from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.steps import Steps
 from umt_durable.engine.undoing import Undo
 from umt_durable.engine.waitables import Fact, Waitable
+from umt_durable.engine.waitsteps import GroupOptions, WaitOptions
 from umt_durable.errors import DurableError
 
 P = ParamSpec("P")
@@ -85,26 +88,51 @@ class AsyncSteps:
     wait_quorum = _awaited(Steps.wait_quorum)
 
     @overload
-    async def wait_for_fact(self, name: str, *, type: type[V], **options: Any) -> Fact[V]: ...
+    async def wait_for_fact(self, name: str, *, type: type[V], **options: Unpack[WaitOptions]) -> Fact[V]: ...
     @overload
-    async def wait_for_fact(self, name: str, **options: Any) -> Fact[Any]: ...
-    async def wait_for_fact(self, name: str, **options: Any) -> Fact[Any]:
-        """Park the run until a fact; the options are those of `Steps.wait_for_fact`."""
-        return await self._do(lambda: self._steps.wait_for_fact(name, **options))
+    async def wait_for_fact(
+        self, name: str, *, type: Any = codec.EMPTY, **options: Unpack[WaitOptions]
+    ) -> Fact[Any]: ...
+    async def wait_for_fact(self, name: str, *, type: Any = codec.EMPTY, **options: Unpack[WaitOptions]) -> Fact[Any]:
+        """Park the run until a fact; see `Steps.wait_for_fact`."""
+        return await self._do(lambda: self._steps.wait_for_fact(name, type=type, **options))
 
     @overload
-    async def begin(self, name: str, *, type: type[V], **options: Any) -> V: ...
+    async def begin(
+        self,
+        name: str,
+        *,
+        type: type[V],
+        on_created: Callable[[str], object],
+        timeout: timedelta | None = None,
+    ) -> V: ...
     @overload
-    async def begin(self, name: str, **options: Any) -> Any: ...
-    async def begin(self, name: str, **options: Any) -> Any:
-        """Begin a step that somebody else completes; the options are those of `Steps.begin`."""
-        return await self._do(lambda: self._steps.begin(name, **options))
+    async def begin(
+        self,
+        name: str,
+        *,
+        type: Any = codec.EMPTY,
+        on_created: Callable[[str], object],
+        timeout: timedelta | None = None,
+    ) -> Any: ...
+    async def begin(
+        self,
+        name: str,
+        *,
+        type: Any = codec.EMPTY,
+        on_created: Callable[[str], object],
+        timeout: timedelta | None = None,
+    ) -> Any:
+        """Begin a step that somebody else completes; see `Steps.begin`."""
+        return await self._do(lambda: self._steps.begin(name, type=type, on_created=on_created, timeout=timeout))
 
     @overload
-    async def wait_all(self, waits: Mapping[str, Waitable], **options: Any) -> dict[str, Fact[Any]]: ...
+    async def wait_all(
+        self, waits: Mapping[str, Waitable], **options: Unpack[GroupOptions]
+    ) -> dict[str, Fact[Any]]: ...
     @overload
-    async def wait_all(self, waits: Sequence[Waitable], **options: Any) -> list[Fact[Any]]: ...
-    async def wait_all(self, waits: Any, **options: Any) -> Any:
+    async def wait_all(self, waits: Sequence[Waitable], **options: Unpack[GroupOptions]) -> list[Fact[Any]]: ...
+    async def wait_all(self, waits: Any, **options: Unpack[GroupOptions]) -> Any:
         """Park the run until all of several facts and timers have come; see `Steps.wait_all`."""
         return await self._do(lambda: self._steps.wait_all(waits, **options))
 
@@ -261,6 +289,15 @@ class AsyncTaskContext(RunContext):
         value: float = await self.step.value("ctx.random", random.random, float)
         return value
 
+    @overload
+    async def last_heartbeat(self, type: type[V]) -> V | None: ...
+    @overload
+    async def last_heartbeat(self) -> Any: ...
+    async def last_heartbeat(self, type: Any = None) -> Any:
+        """Return what the last heartbeat of this step was given; see `TaskContext.last_heartbeat`."""
+        # In a thread of its own: that of the body may be waiting for the step that asks.
+        return await asyncio.to_thread(self._read_heartbeat, self._beating(), type)
+
     def patched(self, patch: str) -> Answer:
         """Say whether this run takes the new way at a place where the code was changed, once awaited.
 
@@ -289,7 +326,7 @@ def _noted(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Cor
 
 for _class, _names in (
     (AsyncSteps, set(vars(AsyncSteps)) - {"options"}),
-    (AsyncTaskContext, {"now", "uuid", "random", "continue_as_new"}),
+    (AsyncTaskContext, {"now", "uuid", "random", "last_heartbeat", "continue_as_new"}),
 ):
     for _name in sorted(_names):
         if not _name.startswith("_"):

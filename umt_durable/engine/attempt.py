@@ -13,12 +13,13 @@ from umt_durable import telemetry
 from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database
 from umt_durable.engine.exits import Abandoned, Canceled, Released
+from umt_durable.engine.telling import Telling
 from umt_durable.errors import DatabaseUnavailableError
 from umt_durable.failpoints import point
-from umt_durable.records import Grant
+from umt_durable.records import Grant, Note
 from umt_durable.services.lease import Lease
 from umt_durable.states import AttemptOutcome
-from umt_durable.store import attempts, journal, runs
+from umt_durable.store import attempts, journal, progress, runs
 from umt_durable.store.guard import Guard
 
 T = TypeVar("T")
@@ -161,6 +162,8 @@ class Attempt:
         self._bodies: dict[str, tuple[journal.Entry, float]] = {}
         self.ops: set[UUID] = set()
         """The tokens under which effects are being executed now, by whatever thread."""
+        self.telling = Telling()
+        """What its bodies say of how far they are."""
 
     def abort(self, reason: str) -> None:
         """Ask the body to stop; called by the thread that renews the lease. A pause lets the step in flight end."""
@@ -184,6 +187,14 @@ class Attempt:
     def bodies(self) -> list[tuple[journal.Entry, float]]:
         """Return the steps whose bodies are being executed and since when, by `boottime`."""
         return list(self._bodies.values())
+
+    def notes(self) -> list[Note]:
+        """Return what the bodies have said and nobody has written yet."""
+        return self.telling.unwritten()
+
+    def wrote(self, notes: Sequence[Note]) -> None:
+        """Take note of what was written of it."""
+        self.telling.wrote(notes)
 
     def is_fresh(self) -> bool:
         """Say whether the last proof still allows a body to be entered or an interim state to be stored."""
@@ -282,6 +293,7 @@ class Attempt:
         else:
             self._proof = None if reply else sent
         self._explicit = False
+        self.telling.forget(key)
 
     def commit_many(self, outcomes: Sequence[journal.Written]) -> None:
         """Commit the outcomes of several steps by one fenced statement; see `commit`.
@@ -296,6 +308,7 @@ class Attempt:
             raise Abandoned("the outcomes of steps were refused: the grant of this run has ended", fenced=True)
         self._proof = None if left or reply is None or reply[0] else sent
         self._explicit = False
+        self.telling.forget(*(one.entry.key for one in outcomes))
 
     def end(self, work: Callable[[Guard], T], *, ended_as: tuple[AttemptOutcome, ...], at: str) -> T | None:
         """End the grant by a fenced statement: its reply, or None when a lost reply turns out to have been ours.
@@ -303,6 +316,10 @@ class Attempt:
         Shape: `at` is the prefix of the fail points around it.
         Errors: Canceled when a cancel is pending, Abandoned when the grant had ended otherwise.
         """
+        notes = self.notes()
+        if notes:
+            self._ask(lambda guard: progress.note(guard, notes))
+            self.wrote(notes)
         point(f"{at}.b")
         _, reply = self._ask(work, f"{at}.r")
         if reply is not None and reply is not False:

@@ -15,6 +15,7 @@ from umt_durable.database import Connection, Database
 from umt_durable.engine import failures, forking
 from umt_durable.engine.answers import PREFIX, Answer
 from umt_durable.engine.completing import Completing
+from umt_durable.engine.explaining import Explanation, explain
 from umt_durable.engine.failures import Failure
 from umt_durable.engine.ids import NAMESPACE
 from umt_durable.engine.ops import Ops, check_page
@@ -37,6 +38,7 @@ from umt_durable.records import (
     Enqueued,
     ForkedRun,
     NewRun,
+    Progress,
     RetriedRun,
     Run,
     StepEntry,
@@ -48,7 +50,7 @@ from umt_durable.session import caller, is_elsewhere
 from umt_durable.settings import Settings
 from umt_durable.sql import statements
 from umt_durable.states import OWN, RunState, WaitState, divide
-from umt_durable.store import attempts, audit, facts, journal, runs, waits
+from umt_durable.store import attempts, audit, diagnosis, facts, journal, pauses, progress, runs, waits, workers
 
 T = TypeVar("T")
 
@@ -60,13 +62,17 @@ LARGEST_NO = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What happened to a run: its grants, its steps, its waits, and what people did to it, each in order."""
+    """What happened to a run: its grants, its steps, its waits, and what people did to it, each in order.
+
+    Shape: `progress` is what its bodies said of how far they are, that of the run itself first.
+    """
 
     run: Run
     attempts: list[AttemptRecord]
     steps: list[StepEntry]
     waits: list[WaitEntry]
     audit: list[AuditRecord]
+    progress: list[Progress]
 
 
 class Access:
@@ -489,9 +495,36 @@ class Client(Completing, Access):
                 ],
                 [replace(wait, payload=opened(wait.payload)) for wait in waits.of_run(conn, run.no, inline=None)],
                 audit.of_run(conn, run.no),
+                [replace(said, payload=opened(said.payload)) for said in progress.of_run(conn, run.no)],
             )
 
         return self._do(read)
+
+    def explain(self, run_id: str) -> Explanation:
+        """Say why a run stands where it stands, what it goes on with, and what a person can do about it.
+
+        Shape: `str()` of it is for people; `because` holds the reasons, the first of which keeps it, with their codes.
+        Errors: UnknownRunError.
+        """
+        run = self.get(run_id)
+
+        def read(conn: Connection) -> Explanation | None:
+            standing = diagnosis.standing(conn, run.no)
+            if standing is None:
+                return None
+            return explain(
+                run,
+                standing,
+                diagnosis.open_steps(conn, run.no),
+                diagnosis.open_waits(conn, run.no),
+                paused=pauses.listed(conn),
+                versions=workers.live_versions(conn),
+            )
+
+        found = self._do(read)
+        if found is None:
+            raise UnknownRunError(run_id)
+        return found
 
     def counts(self, *, internal: bool = False) -> dict[str, int]:
         """Count runs by state, paused ones under `paused`; those of this package's own tasks only as for `list`."""

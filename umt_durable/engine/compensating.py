@@ -7,13 +7,12 @@ run waits for a person, and is tried anew when that person has the run go on.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
 from umt_durable.engine import failures
 from umt_durable.engine.passing import Pass
-from umt_durable.engine.recording import Body, Recorder, StepOptions, run_coroutine
+from umt_durable.engine.recording import Body, Recorder, StepOptions, awaited
 from umt_durable.engine.replay import undo_key
 from umt_durable.engine.undoing import Undo, find
 from umt_durable.errors import UndoError
@@ -67,7 +66,4 @@ def _undo(the_pass: Pass, step: StepEntry) -> None:
 
 def _call(the_pass: Pass, undo: Undo, value: Any) -> None:
     """Call an undo; what it returns is nobody's."""
-    if inspect.iscoroutinefunction(undo.function):
-        run_coroutine(the_pass, undo.function(value), preemptible=False)
-    else:
-        undo.function(value)
+    awaited(the_pass, undo.function(value))

@@ -8,20 +8,25 @@ import uuid
 from collections.abc import Mapping, MutableMapping
 from contextvars import ContextVar
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, overload
 
+from umt_durable import codec
 from umt_durable.engine import loops
 from umt_durable.engine.attempt import Abort, HeldLease
 from umt_durable.engine.changing import continue_as_new, patched
 from umt_durable.engine.ids import NAMESPACE, op_idempotency_key
 from umt_durable.engine.replay import StepKey
+from umt_durable.engine.telling import RUN, amounts, heartbeat_payload, status_text
 from umt_durable.errors import DurableError
 from umt_durable.redaction import RedactingFilter
 from umt_durable.states import StepKind
+from umt_durable.store import progress
 
 if TYPE_CHECKING:
     from umt_durable.engine.passing import Pass
     from umt_durable.engine.steps import Steps
+
+V = TypeVar("V")
 
 _current: ContextVar[TaskContext | None] = ContextVar("umt_durable.context", default=None)
 
@@ -143,6 +148,50 @@ class RunContext:
         """Leave the body if a cancel was asked for or the lease was lost."""
         self._pass.check()
 
+    def set_status(self, text: str | None) -> None:
+        """Say in a few words where the run stands, for people: `show`, `explain` and `get` give it within a second.
+
+        Shape: at most 255 characters, secrets are masked; None takes it back. It costs no round trip.
+        Errors: DefinitionError.
+        """
+        self._pass.check_left()
+        self._pass.attempt.telling.say(RUN, status=status_text(text))
+
+    def progress(self, done: float, total: float | None = None) -> None:
+        """Say how much of the run is done, and of how much; see `set_status`. It may be called as often as you like.
+
+        Errors: DefinitionError for what is no number, or is below zero.
+        """
+        self._pass.check_left()
+        self._pass.attempt.telling.say(RUN, **amounts(done, total))
+
+    def heartbeat(self, progress: Any = None) -> None:
+        """Say that a long step is alive, keep how far it is, and leave it if it was asked to stop.
+
+        Shape: what is given is kept within a second, for `last_heartbeat` of the next execution of this step, should
+        this one be cut off; None keeps what was given before. Outside a step it is for a body that has none.
+        Errors: EncodingError for a value that would come back different.
+        """
+        self._pass.check_left()
+        attempt = self._pass.attempt
+        given = {} if progress is None else {"payload": heartbeat_payload(progress)}
+        attempt.telling.say(self._beating(), **given)
+        attempt.signal.raise_if_set()
+
+    def _beating(self) -> str:
+        """Return the key that heartbeats of this code are kept under."""
+        running = self._pass.attempt.running()
+        return RUN if running is None else running.key
+
+    def _read_heartbeat(self, key: str, annotation: Any) -> Any:
+        attempt = self._pass.attempt
+        payload = attempt.telling.last(key)
+        if payload is None:
+            run = attempt.token.run
+            found = attempt.read(lambda guard: progress.of_run(guard.conn, run))
+            payload = next((one.payload for one in found if one.key == key), None)
+        return None if payload is None else codec.decode(payload, codec.EMPTY if annotation is None else annotation)
+
 
 class TaskContext(RunContext):
     """The context of one pass through a durable body."""
@@ -181,6 +230,21 @@ class TaskContext(RunContext):
         value = self.step.value("ctx.random", random.random, float)
         assert isinstance(value, float)
         return value
+
+    @overload
+    def last_heartbeat(self, type: type[V]) -> V | None: ...
+    @overload
+    def last_heartbeat(self) -> Any: ...
+    def last_heartbeat(self, type: Any = None) -> Any:
+        """Return what the last heartbeat of this step was given, by this execution or one that was cut off.
+
+        Shape: None where there is none; with `type` it is validated as that. One of a process that was killed may be a
+        second old, so more than was kept may have been done.
+        Errors: DecodingError when it does not fit the type.
+        """
+        if loops.is_here():
+            raise DurableError("await ctx.last_heartbeat() of the context that is the body's first argument")
+        return self._read_heartbeat(self._beating(), type)
 
     def patched(self, patch: str) -> bool:
         """Say whether this run takes the new way at a place where the code was changed, the same at each replay.

@@ -11,7 +11,7 @@ from umt_durable import codec
 from umt_durable.engine.fan import Fan, Job
 from umt_durable.engine.loops import drive
 from umt_durable.engine.passing import Pass
-from umt_durable.engine.recording import Body, Recorder, StepOptions, run_coroutine
+from umt_durable.engine.recording import Body, Recorder, StepOptions, awaited
 from umt_durable.errors import DefinitionError
 from umt_durable.states import StepKind, StepState
 from umt_durable.store import journal
@@ -119,9 +119,7 @@ def _nothing() -> None:
 
 
 def _call_item(the_pass: Pass, piece: Piece, *, preemptible: bool) -> Any:
-    if inspect.iscoroutinefunction(piece.fn):
-        return run_coroutine(the_pass, piece.fn(*piece.args), preemptible=preemptible)
-    return piece.fn(*piece.args)
+    return awaited(the_pass, piece.fn(*piece.args), preemptible=preemptible)
 
 
 def _call_branch(piece: Piece) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -324,3 +325,8 @@ def run_coroutine(the_pass: Pass, coroutine: Coroutine[Any, Any, R], *, preempti
     except loops.Cancelled:
         signal.raise_if_set()
         raise DurableError("the coroutine of a step was cancelled, though nobody asked for that") from None
+
+
+def awaited(the_pass: Pass, value: Any, *, preemptible: bool = False) -> Any:
+    """Return what a function of the body's gave; of a coroutine what it gives, as `run_coroutine` has it."""
+    return run_coroutine(the_pass, value, preemptible=preemptible) if inspect.iscoroutine(value) else value

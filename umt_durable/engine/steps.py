@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -19,7 +18,7 @@ from umt_durable.engine.elsewhere import Elsewhere, LedgerStep
 from umt_durable.engine.functions import check_call, check_function
 from umt_durable.engine.parallelsteps import ParallelSteps
 from umt_durable.engine.passing import LONGEST, Pass
-from umt_durable.engine.recording import Body, Recorder, StepOptions, run_coroutine
+from umt_durable.engine.recording import Body, Recorder, StepOptions, awaited
 from umt_durable.engine.replay import former_names
 from umt_durable.engine.retry import RetryPolicy
 from umt_durable.engine.sleeping import Sleep, sleep
@@ -240,10 +239,8 @@ class Steps(WaitSteps, ParallelSteps):
         return value
 
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-        """Return a call of a step's function, which may be a coroutine function."""
-        if not inspect.iscoroutinefunction(fn):
-            return lambda: fn(*args, **kwargs)
-        return lambda: run_coroutine(self._pass, fn(*args, **kwargs), preemptible=self._options.preemptible)
+        """Return a call of a step's function, which may be a coroutine function, or return a coroutine."""
+        return lambda: awaited(self._pass, fn(*args, **kwargs), preemptible=self._options.preemptible)
 
     def _transaction(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from umt_durable.engine.exits import Canceled, Exit
 from umt_durable.engine.failures import mark_recorded
 from umt_durable.engine.functions import check_call, check_function
 from umt_durable.engine.passing import Pass
-from umt_durable.engine.recording import run_coroutine
+from umt_durable.engine.recording import awaited
 from umt_durable.engine.replay import beside
 from umt_durable.engine.waitables import (
     DEFAULT_POLL,
@@ -28,7 +29,7 @@ from umt_durable.engine.waitables import (
     check_limit,
     check_poll,
 )
-from umt_durable.errors import DecodingError, FactPayloadError, FactTimeoutError, NonDeterminismError
+from umt_durable.errors import DecodingError, DefinitionError, FactPayloadError, FactTimeoutError, NonDeterminismError
 from umt_durable.failpoints import point
 from umt_durable.records import WaitEntry
 from umt_durable.states import RunState, WaitState
@@ -36,8 +37,6 @@ from umt_durable.store import facts, runs, waits
 from umt_durable.store.guard import Guard
 
 logger = logging.getLogger(__name__)
-
-TIMER = '["timer"]'  # where a timer waits: no fact has this address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +119,7 @@ def wait_for_group(the_pass: Pass, group: Group, *, step_key: str | int | UUID |
             rows.append(Row(key=mine, name=part.name, address=address, fact=part, part_of=key))
         else:
             limits = {"until" if isinstance(part.due, datetime) else "timeout": part.due}
-            rows.append(Row(key=mine, name=str(label), address=TIMER, part_of=key, **limits))  # type: ignore[arg-type]
+            rows.append(Row(key=mine, name=str(label), address=waits.TIMER, part_of=key, **limits))  # type: ignore[arg-type]
     head, *entries = Waiting(the_pass, rows, poll=group.poll).until_settled()
     if head.state is WaitState.TIMED_OUT:
         return None
@@ -338,12 +337,14 @@ class Waiting:
     def _ask(self, fact: FactWait) -> Any:
         check: Callable[..., Any] | None = fact.check
         assert check is not None
-        if fact.is_async:
-            return run_coroutine(self._pass, check(), preemptible=True)
         if not fact.reads:
-            return check()
+            return awaited(self._pass, check(), preemptible=True)
         with self._pass.database.reading() as conn:
-            return check(conn)
+            answer = check(conn)
+            if inspect.iscoroutine(answer):
+                answer.close()
+                raise DefinitionError(f"wait {fact.name!r}: a check that gives a coroutine takes nothing")
+            return answer
 
     def _end_if_due(self) -> None:
         """Time out what is overdue, here: timers look at parked runs only, and this one is needed again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, TypedDict, TypeVar, overload
 
 from umt_durable import codec
 from umt_durable.engine.beginning import Beginning, begin
@@ -28,6 +28,23 @@ from umt_durable.errors import DefinitionError, FactTimeoutError
 V = TypeVar("V")
 
 _SAID: Final = "whoever says the fact says it under that name; keep it, or ask ctx.patched which of the two to wait for"
+
+
+class GroupOptions(TypedDict, total=False):
+    """The keywords of a wait for several facts and timers."""
+
+    timeout: timedelta | None
+    poll: timedelta | PollPolicy | None
+
+
+class WaitOptions(GroupOptions, total=False):
+    """The keywords of a wait for one fact, but for its `type`."""
+
+    key: str | None
+    check: Check | None
+    mode: str
+    on_created: Callable[[FactAddress], object] | None
+    default: Any
 
 
 class WaitSteps:

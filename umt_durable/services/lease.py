@@ -20,7 +20,7 @@ from umt_durable import native, telemetry
 from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database, after_fork
 from umt_durable.errors import DatabaseUnavailableError
-from umt_durable.records import Token
+from umt_durable.records import Note, Token
 from umt_durable.services.keeper import Keeper, abort, counted_since
 from umt_durable.settings import Settings
 from umt_durable.store import journal, outbox, runs, workers
@@ -52,6 +52,12 @@ class Held(Protocol):
 
     def bodies(self) -> Sequence[tuple[journal.Entry, float]]:
         """Return the steps whose bodies are being executed and the `boottime` each began at."""
+
+    def notes(self) -> Sequence[Note]:
+        """Return what the bodies have said of how far they are, and nobody has written yet."""
+
+    def wrote(self, notes: Sequence[Note]) -> None:
+        """Take note of what was written of it."""
 
 
 @dataclass(slots=True)

@@ -137,3 +137,26 @@ SELECT pid, coalesce(application_name, ''), coalesce(state, ''), extract(epoch F
   FROM pg_stat_activity
  WHERE datname = current_database() AND backend_type = 'client backend' AND xact_start IS NOT NULL AND pid <> pg_backend_pid()
  ORDER BY xact_start LIMIT 1
+
+-- name: standing_of_run :maybe
+-- Read what decides when a run goes on: the hint it waits for, the process that holds it, what of it is under way.
+-- Locks: none. Index: run_pkey, worker_pkey, outbox_event_due (all of it; for people), run_unfinished.
+SELECT r.deliver_by, r.redelivers, r.expires_at, r.attempt_deadline, w.host, w.pid, coalesce(w.lease_until > {schema}.now(), false),
+       (SELECT min(o.next_attempt_at) FROM {schema}.outbox_event AS o WHERE o.run = r.no AND o.type = 'run' AND o.status = 'pending'),
+       (SELECT count(*) FROM {schema}.outbox_event AS o WHERE o.run = r.no AND o.type IN ('result', 'callback') AND o.status = 'pending'),
+       (SELECT count(*) FROM {schema}.run AS c WHERE c.parent_no = r.no AND c.finished_at IS NULL),
+       {schema}.now()
+  FROM {schema}.run AS r LEFT JOIN {schema}.worker AS w ON w.id = r.worker
+ WHERE r.no = %(run)s
+
+-- name: open_steps_of_run :many
+-- Read the steps of a run that have begun and have no outcome yet.
+-- Locks: none. Index: step_pkey.
+SELECT key, kind, failures, wake_at, started_at FROM {schema}.step
+ WHERE run = %(run)s AND state = 'started' ORDER BY seq LIMIT %(limit)s
+
+-- name: open_waits_of_run :many
+-- Read what a run waits for, a group before its parts.
+-- Locks: none. Index: wait_pkey.
+SELECT key, name, mode, address, deadline, need FROM {schema}.wait
+ WHERE run = %(run)s AND state = 'pending' ORDER BY seq LIMIT %(limit)s

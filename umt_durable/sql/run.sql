@@ -165,7 +165,7 @@ RETURNING u.wake_at
 -- facts it has not read. Those that a wait took and the body was given are noted as read; a wait of mode `latest` reads
 -- all up to the one it took. `unread` are the waits that were settled without the body knowing. Of earlier attempts those
 -- that were lost stay: their processes may live. Refuses, with no row, when the grant has ended or a cancel is pending.
--- Locks: run (held), then attempt, step, wait, fact_read, then outbox_event. Index: run_pkey, attempt_pkey, step_pkey, wait_pkey, fact_address.
+-- Locks: run (held), then attempt, step, progress, wait, fact_read, then outbox_event. Index: run_pkey, attempt_pkey, step_pkey, progress_pkey, wait_pkey, fact_address.
 WITH r AS MATERIALIZED (
     SELECT no, fence, created_at, snapshot FROM {schema}.run
      WHERE no = %(run)s AND fence = %(fence)s AND claim = %(claim)s AND state = 'running' AND cancel_at IS NULL
@@ -185,6 +185,8 @@ b AS (
     DELETE FROM {schema}.attempt USING r WHERE attempt.run = r.no AND attempt.fence < r.fence AND attempt.outcome <> 'lost'),
 s AS (
     DELETE FROM {schema}.step USING r WHERE step.run = r.no),
+p AS (
+    DELETE FROM {schema}.progress USING r WHERE progress.run = r.no),
 w AS (
     DELETE FROM {schema}.wait USING r WHERE wait.run = r.no
     RETURNING wait.key, wait.address, wait.mode, wait.state, wait.fact, wait.part_of),
@@ -917,7 +919,8 @@ SELECT claim, reason, CASE WHEN cancel_at IS NULL THEN 'pause' ELSE 'cancel' END
 -- Read one run by id, at its highest nesting.
 -- Locks: none. Index: run_id_nesting.
 SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
-       attributes, result, error, codec, created_at, finished_at, retry_of, fork_of, generation, continued_at, compensate_at
+       attributes, result, error, codec, created_at, finished_at, retry_of, fork_of, generation, continued_at, compensate_at,
+       status, done, total, noted_at
   FROM {schema}.lookup(%(id)s::text)
 
 -- name: list_runs :many
@@ -925,7 +928,8 @@ SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at
 -- package whose names begin so (`own`).
 -- Locks: none. Index: run_pkey.
 SELECT no, id, nesting, task, version, queue, priority, state, reason, paused_at, failures, crashes, wake_at, cancel_at, ref,
-       attributes, NULL::bytea, NULL::bytea, 1::smallint, created_at, finished_at, retry_of, fork_of, generation, continued_at, compensate_at
+       attributes, NULL::bytea, NULL::bytea, 1::smallint, created_at, finished_at, retry_of, fork_of, generation, continued_at, compensate_at,
+       status, done, total, noted_at
   FROM {schema}.run_view
  WHERE (%(before)s::bigint IS NULL OR no < %(before)s)
    AND (%(task)s::text IS NULL OR task = %(task)s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from umt_durable import sql
 from umt_durable.database import Connection
@@ -84,6 +84,50 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """What decides when a run goes on.
+
+    Shape: `hint_at` is when the message of a ready run is to be published, None where it was; `unreported` messages
+    about its end have not left; `host` and `pid` are of the process that executes it, if that `is_held` by a lease.
+    """
+
+    deliver_by: datetime | None
+    redelivers: int
+    expires_at: datetime | None
+    attempt_deadline: datetime | None
+    host: str | None
+    pid: int | None
+    is_held: bool
+    hint_at: datetime | None
+    unreported: int
+    children: int
+    now: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStep:
+    """A step that has begun and has no outcome yet; `wake_at` ends a sleep, or is when it is tried again."""
+
+    key: str
+    kind: str
+    failures: int
+    wake_at: datetime | None
+    started_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWait:
+    """A wait that nothing has settled yet; a group has `need`, the number of its parts that settle it."""
+
+    key: str
+    name: str
+    mode: str
+    address: str
+    deadline: datetime | None
+    need: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Timeouts:
     """The time limits of a connection, in milliseconds; zero means none."""
 
@@ -106,6 +150,22 @@ def arguments(conn: Connection, run: RunNo) -> tuple[bytes, int] | None:
     """Read the stored arguments of a run and their codec."""
     row = sql.maybe(conn, "read_arguments", run=run)
     return None if row is None or row[0] is None else (row[0], row[1])
+
+
+def standing(conn: Connection, run: RunNo) -> Standing | None:
+    """Read what decides when a run goes on."""
+    row = sql.maybe(conn, "standing_of_run", run=run)
+    return None if row is None else Standing(*row)
+
+
+def open_steps(conn: Connection, run: RunNo, *, limit: int = 50) -> list[OpenStep]:
+    """Read the steps of a run that have begun and have no outcome yet."""
+    return [OpenStep(*row) for row in sql.many(conn, "open_steps_of_run", run=run, limit=limit)]
+
+
+def open_waits(conn: Connection, run: RunNo, *, limit: int = 50) -> list[OpenWait]:
+    """Read what a run waits for, a group before its parts."""
+    return [OpenWait(*row) for row in sql.many(conn, "open_waits_of_run", run=run, limit=limit)]
 
 
 def blocked(conn: Connection, *, own: str | None = None) -> list[StillRuns]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeAlias
 from uuid import UUID
@@ -19,6 +20,7 @@ from umt_durable.records import (
     Grant,
     LockedRun,
     NewRun,
+    Progress,
     RetriedRun,
     Run,
     RunNo,
@@ -638,7 +640,7 @@ def asked_claims(conn: Connection, worker: UUID) -> list[tuple[UUID, str | None,
 def get(conn: Connection, id: str) -> Run | None:
     """Read one run."""
     row = sql.maybe(conn, "get_run", id=id)
-    return None if row is None else _run(row)
+    return None if row is None else _run(conn, row)
 
 
 def page(
@@ -658,7 +660,7 @@ def page(
     """
     given = {"task": task, "ref": ref, "before": before, "limit": limit, "paused": paused, "own": own}
     names = None if states is None else [str(state) for state in states]
-    return [_run(row) for row in sql.many(conn, "list_runs", states=names, **given)]
+    return [_run(conn, row) for row in sql.many(conn, "list_runs", states=names, **given)]
 
 
 def count_by_state(conn: Connection, *, own: str | None = None) -> dict[str, int]:
@@ -678,8 +680,12 @@ def for_report(conn: Connection, run: int) -> FinishedRun | None:
     return None if row is None else FinishedRun(*sql.typed(row, 7, RunState))
 
 
-def _run(row: sql.Row) -> Run:
-    return Run(*sql.typed(row, 7, RunState))
+def _run(conn: Connection, row: sql.Row) -> Run:
+    *columns, status, done, total, noted_at = sql.typed(row, 7, RunState)
+    run = Run(*columns)
+    if noted_at is None:
+        return run
+    return replace(run, progress=Progress("", conn.vault.readable(status) or None, done, total, None, noted_at))
 
 
 def _interval(seconds: float | None) -> timedelta | None:

@@ -15,6 +15,9 @@ from umt_durable.states import WaitState
 from umt_durable.store.guard import Guard
 from umt_durable.store.journal import INLINE_BYTES, MOST_BYTES
 
+TIMER: Final = '["timer"]'
+"""Where a timer waits: no fact has this address."""
+
 
 def run_address(run_id: str, name: str) -> str:
     """Return the address of facts said to one run; the SQL function `ask_run` computes the same text."""
