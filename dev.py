@@ -91,12 +91,12 @@ def demo(env: Environment, arguments: List[str]) -> Programs:
 
 
 def test(env: Environment, arguments: List[str]) -> Programs:
-    # The suite starts real servers and workers and mostly waits for them: three at a time keep two cores busy. Files in
+    # The suite starts real servers and workers and mostly waits for them: four at a time keep two cores busy. Files in
     # their order: the slow ones of real workers first, those of a second last.
     chosen = any(
         argument.startswith(("-n", "--numprocesses", "--pdb", "--trace", "-pno:xdist")) for argument in arguments
     )
-    spread = [] if chosen else ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
+    spread = [] if chosen else ["-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
     cache = [] if env.writable else ["-o", f"cache_dir={env.folder / '.dev' / 'pytest'}"]
     return [[env.program("python"), "-m", "pytest", *spread, *cache, *arguments]]
 
@@ -150,6 +150,14 @@ def chaos(env: Environment, arguments: List[str]) -> Programs:
     return [[env.program("python"), "-m", "tools.chaos", *arguments]]
 
 
+def crash_matrix(env: Environment, arguments: List[str]) -> Programs:
+    return [[env.program("python"), "-m", "tools.crash_matrix", *arguments]]
+
+
+def mutants(env: Environment, arguments: List[str]) -> Programs:
+    return [[env.program("python"), "-m", "tools.mutants", *arguments]]
+
+
 def down(env: Environment, arguments: List[str]) -> Programs:
     return [[env.program("umt-durable"), "down", *arguments]]
 
@@ -169,6 +177,8 @@ COMMANDS: Dict[str, Command] = {
         "Celery's own integration tests, plain and durable", ("embedded", "celery-suite"), celery_suite, apart=True
     ),
     "chaos": Command("load under kills, freezes, cut connections and wiped brokers, then a check", TESTED, chaos),
+    "crash-matrix": Command("each fail point x what happens there x pool x broker", TESTED, crash_matrix),
+    "mutants": Command("planted bugs, each of which the tests have to find", TESTED, mutants),
     "shell": Command("your shell with the environment on PATH", ("embedded",), shell),
     "exec": Command("one program of the environment: exec celery -A umt_durable worker", ("embedded",), run),
     "down": Command("stop the embedded Postgres and Valkey of this folder", ("embedded",), down),
