@@ -158,6 +158,10 @@ def mutants(env: Environment, arguments: List[str]) -> Programs:
     return [[env.program("python"), "-m", "tools.mutants", *arguments]]
 
 
+def prove(env: Environment, arguments: List[str]) -> Programs:
+    return [[env.program("python"), "-m", "tools.prove", *arguments]]
+
+
 def down(env: Environment, arguments: List[str]) -> Programs:
     return [[env.program("umt-durable"), "down", *arguments]]
 
@@ -179,6 +183,7 @@ COMMANDS: Dict[str, Command] = {
     "chaos": Command("load under kills, freezes, cut connections and wiped brokers, then a check", TESTED, chaos),
     "crash-matrix": Command("each fail point x what happens there x pool x broker", TESTED, crash_matrix),
     "mutants": Command("planted bugs, each of which the tests have to find", TESTED, mutants),
+    "prove": Command("crash matrix, chaos on both brokers, planted bugs; --ci is the short form", TESTED, prove),
     "shell": Command("your shell with the environment on PATH", ("embedded",), shell),
     "exec": Command("one program of the environment: exec celery -A umt_durable worker", ("embedded",), run),
     "down": Command("stop the embedded Postgres and Valkey of this folder", ("embedded",), down),

@@ -67,6 +67,8 @@ OLDER_URL, OLDER_TOLD = "UMT_TEST_OLDER_URL", "UMT_TEST_OLDER_TOLD"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     told = "on which servers the integration part runs: the private one, an older one that is reachable, or both"
+    cells = "of the crash matrix: a few cells, CI's share, all pairs of factors, or everything"
+    parser.addoption("--cells", choices=("few", "ci", "pairwise", "full"), default="few", help=cells)
     parser.addoption("--postgres", choices=("private", "older", "both"), default="private", help=told)
 
 

@@ -13,7 +13,8 @@ log below) that is a call of an empty function. With it, each named point acts w
 
     ;nth=K            act at the K-th time the point is reached in this process, and only then
     ;p=0.01           act with that probability; `;seed=S` makes the draws repeatable
-    ;file:PATH        act only if PATH could be created, so that a restarted process does not act again
+    ;file:PATH        act only if PATH could be created, so that a restarted process does not act again; it then holds
+                      the number of the process that acts
 
 UMT_DURABLE_FAILPOINTS_LOG=/path appends the name of each point, the first time each process reaches it.
 
@@ -321,9 +322,13 @@ def _raise(type_name: str, name: str) -> Never:
 
 def _create(path: Path) -> bool:
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except FileExistsError:
         return False
+    try:
+        os.write(descriptor, str(os.getpid()).encode())
+    finally:
+        os.close(descriptor)
     return True
 
 

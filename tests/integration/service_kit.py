@@ -27,13 +27,15 @@ from umt_durable.store import facts, journal, outbox, runs, waits, workers
 from umt_durable.store.guard import Guard
 
 _schemas: dict[str, str] = {}
-_EMPTY = """
+_NO_ROWS = """
 DO $$ DECLARE name text; BEGIN
     FOR name IN SELECT tablename FROM pg_tables
                  WHERE schemaname = {literal} AND tablename NOT IN ('umt_version', 'setting')
     LOOP EXECUTE format('DELETE FROM %I.%I', {literal}, name); END LOOP;
 END $$;
 DELETE FROM {schema}.setting WHERE name = 'clock_offset';
+"""
+_STILL_CLOCK = """
 CREATE OR REPLACE FUNCTION {schema}.now() RETURNS timestamptz LANGUAGE sql VOLATILE PARALLEL SAFE
     AS 'SELECT clock_timestamp()';
 """
@@ -47,8 +49,14 @@ def empty_schema(database_url: str) -> str:
         make_schema(database_url, _schemas[database_url])
     name = _schemas[database_url]
     with psycopg.connect(database_url, autocommit=True) as conn:
-        conn.execute(sql.SQL(_EMPTY).format(literal=sql.Literal(name), schema=sql.Identifier(name)))
+        delete_rows(conn, name)
+        conn.execute(sql.SQL(_STILL_CLOCK).format(schema=sql.Identifier(name)))
     return name
+
+
+def delete_rows(conn: psycopg.Connection[Any], schema: str) -> None:
+    """Delete all that is in a schema, but for its revision and settings; a movable clock shows the time again."""
+    conn.execute(sql.SQL(_NO_ROWS).format(literal=sql.Literal(schema), schema=sql.Identifier(schema)))
 
 
 NODE = uuid4()

@@ -148,3 +148,23 @@ def test_i2_a_cancelled_call_ends_before_the_callers_rollback(durable: Durable, 
 
     assert asyncio.run(use()) == 1
     assert len(durable.list()) == 1
+
+
+def test_i2_tasks_and_queues_are_paused_and_resumed_with_the_callers_async_transaction(
+    durable: Durable, begun: Open
+) -> None:
+    async def use() -> None:
+        with suppress(GoneError):
+            async with begun() as conn:
+                assert await durable.apause_task("waits", actor="ann", conn=conn)
+                raise GoneError
+        assert durable.pauses.list() == []
+        async with begun() as conn:
+            assert await durable.apause_task("waits", actor="ann", conn=conn)
+            assert await durable.apause_queue(durable.queue_of("waits"), actor="ann", reason="away", conn=conn)
+        assert [one.name for one in durable.pauses.list()] == ["waits", durable.queue_of("waits")]
+        assert await durable.aresume_task("waits", actor="ann")
+        assert await durable.aresume_queue(durable.queue_of("waits"), actor="ann")
+        assert not await durable.aresume_queue(durable.queue_of("waits"), actor="ann")
+
+    asyncio.run(use())

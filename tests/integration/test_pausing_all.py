@@ -265,7 +265,9 @@ def test_people_pause_and_resume_a_task_and_see_it_everywhere(cli: Cli, conn: Co
     assert ["paused", "task", "tests.one_step", "1"] in [line[:4] for line in cli.lines("status")]
     assert "ready (task paused)" in cli("runs").stdout
     assert json.loads(cli("runs", "--json").stdout)["runs"][0]["waits_for"] == ["task tests.one_step"]
-    assert "stocktaking. Let it go on: `umt-durable" in cli("show", run.id).stdout
+    [why] = [line for line in cli.lines("show", run.id) if line[:2] == ["because", "paused"]]
+    assert "stocktaking" in why[2]
+    assert why[4].endswith(" task resume tests.one_step`")
     assert "task tests.one_step is paused by ann" in cli("doctor", status=None).stdout
     assert "goes on" in cli("task", "resume", "tests.one_step").stdout
     assert "is not paused" in cli("task", "resume", "tests.one_step").stdout

@@ -132,6 +132,14 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
+def is_there(pid: int) -> bool:
+    """Return whether there is a process of that number which still runs."""
+    try:
+        return lives(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_gone(processes: Iterable[psutil.Process], *, timeout: float = 10.0) -> list[psutil.Process]:
     """Wait for processes to end and return those that still run when the time is over."""
     deadline = time.monotonic() + timeout

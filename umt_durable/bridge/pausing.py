@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from umt_durable.engine.async_calls import in_thread
 from umt_durable.engine.pausing import Pauses
 from umt_durable.errors import UnknownQueueError, UnknownTaskError
 from umt_durable.states import Scope
@@ -80,6 +81,22 @@ class PauseVerbs:
         Errors: DefinitionError; AutocommitError; DatabaseUnavailableError.
         """
         return self.pauses.resume(Scope.QUEUE, name, actor=actor, reason=reason, conn=conn)
+
+    async def apause_task(self, name: str, *, actor: str, reason: str | None = None, conn: object = None) -> bool:
+        """Have the runs of a task wait until it is resumed; see `pause_task`."""
+        return await in_thread(lambda own: self.pause_task(name, actor=actor, reason=reason, conn=own), conn)
+
+    async def aresume_task(self, name: str, *, actor: str, reason: str | None = None, conn: object = None) -> bool:
+        """Let the runs of a paused task go on; see `resume_task`."""
+        return await in_thread(lambda own: self.resume_task(name, actor=actor, reason=reason, conn=own), conn)
+
+    async def apause_queue(self, name: str, *, actor: str, reason: str | None = None, conn: object = None) -> bool:
+        """Have the runs in a queue wait until it is resumed; see `pause_queue`."""
+        return await in_thread(lambda own: self.pause_queue(name, actor=actor, reason=reason, conn=own), conn)
+
+    async def aresume_queue(self, name: str, *, actor: str, reason: str | None = None, conn: object = None) -> bool:
+        """Let the runs in a paused queue go on; see `resume_queue`."""
+        return await in_thread(lambda own: self.resume_queue(name, actor=actor, reason=reason, conn=own), conn)
 
     def _knows_task(self, name: str) -> bool:
         return (
