@@ -242,8 +242,8 @@ def transaction(binding: Binding, schema: str, vault: Vault = PLAIN) -> Iterator
         raise _no_binding(binding)
 
 
-def check_binding(binding: Binding) -> None:
-    """Refuse what leads to no database.
+def check_binding(binding: Binding, where: str = "") -> None:
+    """Refuse what leads to no database; `where` begins the text of the error.
 
     Errors: DefinitionError.
     """
@@ -254,12 +254,12 @@ def check_binding(binding: Binding) -> None:
         or _is_sqlalchemy_source(binding)
         or django_session.is_django(binding)
     ):
-        raise _no_binding(binding)
+        raise _no_binding(binding, where)
 
 
-def _no_binding(binding: object) -> DefinitionError:
+def _no_binding(binding: object, where: str = "") -> DefinitionError:
     return DefinitionError(
-        f"{type(binding).__name__} is no binding: give an Engine, a sessionmaker, a URL, a callable or a Django"
+        f"{where}{type(binding).__name__} is no binding: give an Engine, a sessionmaker, a URL, a callable or a Django"
         " connection"
     )
 

@@ -16,6 +16,7 @@ from tests.support.wait import until
 from tests.support.workers import Worker
 from umt_durable import RunState
 from umt_durable.failpoints import ENVIRONMENT
+from umt_durable.states import AttemptOutcome
 
 pytestmark = [pytest.mark.processes, pytest.mark.redis_by_default]
 
@@ -36,7 +37,11 @@ def _fans_out(awaited: Awaited, body_log: BodyLog, count: int, timeout: float, *
     assert run.get(timeout=timeout) == sum(2 * value for value in range(count))
     assert body_log.count(step="double") == count
     assert body_log.count(run.id, "sum") == 1
-    assert len(awaited.durable.history(run.id).attempts) == 2, "the parent was woken more than once"
+    # On a loaded machine the parent may lose its short lease in between; that wakes nobody.
+    outcomes = [one.outcome for one in awaited.durable.history(run.id).attempts]
+    woken = [outcome for outcome in outcomes if outcome is not AttemptOutcome.LOST]
+    assert woken in ([AttemptOutcome.SUSPENDED, AttemptOutcome.COMPLETED], [AttemptOutcome.COMPLETED]), outcomes
+    assert len(woken) == 2 or len(outcomes) > len(woken)
 
 
 def test_i17_a_thousand_children_wake_their_parent_once(

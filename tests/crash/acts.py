@@ -24,14 +24,16 @@ BOTH: Final = (QUEUE, UNHEARD)
 class End:
     """What the run of a cell has to end in.
 
-    Shape: `repeats` is how many steps more than once each may be entered; `is_thawed_first`: what stands still holds
-    what the run is made of.
+    Shape: `repeats` is how many steps more than once each may be entered; `needed` are some that have to be, `unwanted`
+    some that must not. `is_thawed_first`: what stands still holds what the run is made of.
     """
 
     run: str
     result: Any = None
     state: RunState = RunState.SUCCEEDED
     repeats: int = 1
+    needed: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
     is_thawed_first: bool = False
 
 
@@ -96,7 +98,7 @@ def undoing(scene: Scene) -> End:
     scene.tasks.durable.cancel(run, compensate=True)
     scene.gates.open(GATE)
     scene.strike()
-    return End(run, state=RunState.CANCELLED)
+    return End(run, state=RunState.CANCELLED, needed=("pick", "hold", "undo-1"), unwanted=("never",))
 
 
 def leaver(scene: Scene) -> End:

@@ -135,7 +135,8 @@ class Scene:
     def _cut_off(self, process: psutil.Process) -> None:
         """Have the server end the connections of a process."""
         ports = [one.laddr.port for one in process.net_connections(kind="tcp") if one.laddr]
-        self.conn.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE client_port = ANY(%s)", [ports])
+        query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE client_port = ANY(%s)"
+        assert self.conn.execute(query, [ports]).fetchall(), "the process has no connection that could be cut"
 
     def thaw(self) -> None:
         """Let a process go on that stands still: whatever it does now, the run is over without it."""
@@ -144,7 +145,7 @@ class Scene:
             with contextlib.suppress(psutil.NoSuchProcess):
                 frozen.resume()
             # A run that begins and ends after it gives it the time to do its worst.
-            assert self.tasks.one_step.delay(5).get(timeout=60) == 5
+            assert self.tasks.no_step.delay(5).get(timeout=60) == 5
 
     def _logs(self) -> str:
         return "\n".join(f"--- {worker.name} ---\n{worker.tail()[-2500:]}" for worker in self.workers)

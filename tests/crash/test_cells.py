@@ -165,18 +165,23 @@ def assert_ended(scene: Scene, end: acts.End) -> None:
         assert AsyncResult(end.run, app=scene.tasks.app).get(timeout=60) == end.result
     until(lambda: outbox.status(scene.conn)[:2] == (0, 0), timeout=60, what="the outbox to be empty")
     assert all(attempt.outcome is not None for attempt in durable.history(end.run).attempts)
-    assert len([run for run in durable.list() if run.id == end.run]) == 1
+    assert len(durable.list(task=durable.get(end.run).task)) == 1, "there is another run"
+    said = scene.conn.execute(
+        f'SELECT count(*) FROM "{scene.conn.schema}".fact WHERE name = %s'.encode(), ["go"]
+    ).fetchone()
+    assert said is not None
+    assert said[0] <= 1, "a fact was said twice"
 
 
 def assert_no_finished_step_was_repeated(scene: Scene, end: acts.End) -> None:
     """Check that only steps that were in flight when something happened were entered twice."""
     counts = scene.body_log.counts(end.run)
-    for free in ("body", "pass", "announce"):  # no steps: entered anew by each attempt
+    assert set(end.needed) <= counts.keys()
+    assert not counts.keys() & set(end.unwanted)
+    for free in ("body", "pass", "announce", "old"):  # entered anew by each attempt, or each pass of code that drifts
         counts.pop(free, None)
-    if "old" in counts:  # entered by each pass of the code that drifts
-        counts.pop("old")
     assert sum(counts.values()) <= len(counts) + end.repeats
-    assert set(counts.values()) <= {1, 2, 3} if end.repeats > 1 else {1, 2}
+    assert all(times <= 1 + min(end.repeats, 2) for times in counts.values()), counts
 
 
 def test_every_point_has_its_cells_or_a_reason() -> None:

@@ -19,7 +19,7 @@ from umt_durable import failpoints, telemetry
 from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database
 from umt_durable.errors import BrokerUnavailableError
-from umt_durable.records import FinishedRun, Grant, NewRun, Note, OutboxEntry, RunNo, Token
+from umt_durable.records import FinishedRun, Grant, NewRun, OutboxEntry, RunNo, Token
 from umt_durable.services.lease import Lease
 from umt_durable.settings import Settings
 from umt_durable.states import RunState, StepKind, StepState, WaitState
@@ -359,12 +359,6 @@ class Attempt:
 
     def bodies(self) -> list[tuple[journal.Entry, float]]:
         return self._bodies
-
-    def notes(self) -> list[Note]:
-        return []
-
-    def wrote(self, notes: Sequence[Note]) -> None:
-        raise AssertionError(f"nothing was said: {notes}")
 
     @property
     def reasons(self) -> list[str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -314,6 +315,48 @@ def test_an_item_that_has_to_wait_for_its_next_try_keeps_no_other_from_ending(en
 
     assert value(deliver(engine, run_id)) == list(range(20))
     assert tries == Counter(dict.fromkeys(range(20), 1) | {0: 2})
+
+
+def test_items_have_the_retries_and_the_preemption_that_are_chosen_for_them(engine: Engine) -> None:
+    tries: Counter[int] = Counter()
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> Any:
+        async def one(item: int) -> int:
+            tries[item] += 1
+            if tries[item] == 1:
+                raise OSError("try again")
+            return item
+
+        quick = RetryPolicy(2, initial=timedelta(milliseconds=1))
+        return ctx.step.options(retry=quick, preemptible=True).map("m", one, range(3), key=int)
+
+    assert value(engine.run("t")[1]) == [0, 1, 2]
+    assert tries == Counter({0: 2, 1: 2, 2: 2})
+
+
+def test_no_more_items_or_branches_are_executed_at_once_than_was_asked_for(engine: Engine) -> None:
+    lock, going, most = threading.Lock(), [0], [0]
+    all_there = threading.Barrier(3)
+
+    def one(item: int) -> int:
+        with lock:
+            going[0] += 1
+            most[0] = max(most[0], going[0])
+        all_there.wait(30)  # three at once, or none goes on
+        with lock:
+            going[0] -= 1
+        all_there.wait(30)
+        return item
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> Any:
+        items = ctx.step.map("m", one, range(6), key=int, concurrency=3)
+        branches = ctx.step.parallel({str(n): partial(one, n) for n in range(6)}, concurrency=3)
+        return [items, list(branches.values())]
+
+    assert value(engine.run("t")[1]) == [list(range(6)), list(range(6))]
+    assert most[0] == 3
 
 
 def test_items_know_their_own_idempotency_key_and_may_not_call_steps(engine: Engine) -> None:

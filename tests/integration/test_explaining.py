@@ -23,6 +23,8 @@ from umt_durable.errors import UnknownRunError
 from umt_durable.settings import Settings
 from umt_durable.states import RunState, Scope
 
+HOURLY = RetryPolicy(max_attempts=2, initial=timedelta(hours=1), maximum=timedelta(hours=1))
+
 
 @pytest.fixture
 def engine(database: Database, settings: Settings) -> Iterator[Engine]:
@@ -94,12 +96,12 @@ def test_a_parked_run_names_what_it_waits_for(engine: Engine, clock: Clock) -> N
             case "group":
                 either: dict[str, Waitable] = {"ok": FactWait("approved"), "late": Timer(timedelta(days=2))}
                 return ctx.step.wait_any(either, timeout=timedelta(days=3))
-            case "child":
+            case "begun":
                 return ctx.step.begin("scan", on_created=lambda token: None)
         return None
 
     found = {}
-    for how in ("sleep", "fact", "key", "group", "child"):
+    for how in ("sleep", "fact", "key", "group", "begun"):
         run_id, outcome = engine.run("t", how)
         assert isinstance(outcome, Parked)
         found[how] = engine.client.explain(run_id)
@@ -109,7 +111,7 @@ def test_a_parked_run_names_what_it_waits_for(engine: Engine, clock: Clock) -> N
         "fact": [Why.FACT],
         "key": [Why.FACT],
         "group": [Why.GROUP, Why.FACT, Why.SLEEPING],
-        "child": [Why.ANSWER],
+        "begun": [Why.ANSWER],
     }
     assert found["sleep"].because[0].until is not None
     assert "sleep 'cooling off', until 2" in str(found["sleep"])
@@ -121,7 +123,7 @@ def test_a_parked_run_names_what_it_waits_for(engine: Engine, clock: Clock) -> N
 
 
 def test_a_retrying_and_a_quarantined_run_say_what_comes_next(engine: Engine, conn: Connection) -> None:
-    @engine.task("t", retry=RetryPolicy(max_attempts=2, initial=timedelta(hours=1), maximum=timedelta(hours=1)))
+    @engine.task("t", retry=HOURLY)
     def body(ctx: TaskContext) -> None:
         raise ConnectionError("the line is bad")
 
@@ -129,6 +131,18 @@ def test_a_retrying_and_a_quarantined_run_say_what_comes_next(engine: Engine, co
     assert isinstance(outcome, Parked)
     assert whys(engine, run_id) == [Why.RETRYING]
     assert "it failed 1 time(s) and is tried again, until" in told(engine, run_id)
+
+    @engine.task("steps", retry=HOURLY)
+    def steps(ctx: TaskContext) -> None:
+        def one() -> None:
+            raise ConnectionError("the line is bad")
+
+        ctx.step.run("charge", one)
+
+    run_id, outcome = engine.run("steps")
+    assert isinstance(outcome, Parked)
+    assert whys(engine, run_id) == [Why.STEP]
+    assert "step 'charge' is tried again, after 1 failed tries, until" in told(engine, run_id)
 
     parked, _, _ = kit.running(conn)
     kit.table(
@@ -151,3 +165,30 @@ def test_an_ended_run_says_so_and_whether_its_report_has_left(engine: Engine, co
     with pytest.raises(UnknownRunError):
         engine.client.explain(str(uuid4()))
     assert engine.state(run.id) is RunState.SUCCEEDED
+
+
+def test_a_refused_hint_an_expiry_and_an_undoing_are_told(engine: Engine, conn: Connection) -> None:
+    kit.worker(conn)
+    run = kit.enqueue(conn, expires_seconds=60.0)
+    kit.table(conn, "UPDATE {}.outbox_event SET status = 'dead', reason = 'no such exchange' RETURNING id")
+
+    assert whys(engine, run.id) == [Why.HINT_REFUSED, Why.EXPIRES]
+    kit.table(conn, "UPDATE {}.run SET compensate_at = {}.now(), expires_at = NULL RETURNING no")
+    assert whys(engine, run.id)[0] is Why.UNDOING
+
+
+def test_a_parent_counts_the_children_that_its_step_awaits(engine: Engine, conn: Connection) -> None:
+    parent, _, _ = kit.running(conn)
+    no = kit.number(conn, parent.id)
+    for key in ("invoice", "invoice", "label", None):
+        child = kit.enqueue(conn)
+        kit.table(
+            conn, "UPDATE {}.run SET parent_no = %s, parent_key = %s WHERE id = %s RETURNING no", no, key, child.id
+        )
+    columns, address = "run, key, seq, name, address, mode", f'["join", {no}, "invoice"]'
+    wait = f"INSERT INTO {{}}.wait ({columns}) VALUES (%s, 'umt.join/invoice', 1, 'invoice', %s, 'join') RETURNING run"
+    kit.table(conn, wait, no, address)
+    kit.table(conn, "UPDATE {}.run SET state = 'waiting', claim = NULL, worker = NULL WHERE no = %s RETURNING no", no)
+
+    assert whys(engine, parent.id) == [Why.CHILDREN]
+    assert "step 'invoice' waits for 2 child run(s)" in told(engine, parent.id)

@@ -618,5 +618,5 @@ def test_what_is_no_binding_is_refused_before_anything_is_written(engine: Engine
     run_id, outcome = engine.run("t")
 
     assert isinstance(outcome, Finished)
-    assert "int is no binding" in str(outcome.error)
+    assert "on: int is no binding" in str(outcome.error)
     assert engine.client.history(run_id).steps == []

@@ -124,23 +124,55 @@ def test_the_next_execution_of_a_step_that_was_cut_off_goes_on_from_its_last_hea
 
 
 def test_i5_what_a_zombie_says_is_not_kept(engine: Engine, conn: Connection, clock: Clock) -> None:
-    gate = Gate()
+    gate, tokens = Gate(), []
 
     @engine.task("t")
     def body(ctx: TaskContext) -> None:
+        tokens.append(ctx._pass.attempt.token)
         ctx.step.run("read", gate.pass_through)
-        ctx.set_status("the zombie's")
         ctx.step.sleep("nap", timedelta(hours=1))
 
-    run_id = engine.start("t")
-    zombie = engine.process()
-    with in_thread(lambda: zombie.deliver(run_id, "t")) as outcome:
+    run_id, zombie = engine.start("t"), engine.process()
+    with in_thread(lambda: zombie.deliver(run_id, "t")):
         gate.wait_reached()
+        assert progress.note(Guard(conn, tokens[0]), [Note("", 1, status="the owner's")])
         zombie.freeze()
         take_over(engine, clock)
+        assert not progress.note(Guard(conn, tokens[0]), [Note("", 2, status="the zombie's")])
         gate.open()
-    assert isinstance(outcome[0], Dropped)
-    assert engine.client.history(run_id).progress == []
+    kept = said(engine, run_id)
+    assert kept is not None
+    assert kept.status == "the owner's"
+
+
+def test_what_cannot_be_written_costs_the_run_nothing(
+    engine: Engine, conn: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    @engine.task("t")
+    def body(ctx: TaskContext) -> str:
+        conn.execute(f'ALTER TABLE "{conn.schema}".progress RENAME COLUMN turn TO gone'.encode())
+        ctx.set_status("never kept")
+        ctx.step.run("one", lambda: 1)
+        return "done"
+
+    with caplog.at_level("WARNING"):
+        run_id = engine.start("t")
+        outcome = engine.process().deliver(run_id, "t")
+    assert isinstance(outcome, Finished)
+    assert outcome.value == "done"
+    assert "what a body says of how far it is could not be kept" in caplog.text or "what a body said" in caplog.text
+
+
+def test_a_status_that_looks_like_a_sealed_one_is_shown_as_it_was_said(engine: Engine, conn: Connection) -> None:
+    @engine.task("t")
+    def body(ctx: TaskContext) -> None:
+        ctx.set_status("sealed:parcel 7")
+
+    run_id, _ = engine.run("t")
+    kept = said(engine, run_id)
+    assert kept is not None
+    assert kept.status == " sealed:parcel 7"
+    conn.execute(f'SELECT * FROM "{conn.schema}".payload_keys'.encode())
 
 
 def test_i24_a_note_that_arrives_late_or_twice_overwrites_nothing_newer(engine: Engine, conn: Connection) -> None:
@@ -177,10 +209,9 @@ def test_a_step_that_is_tried_again_has_the_heartbeat_of_the_try_before_and_a_fi
         ctx.step.run("read", lambda: flaky(ctx))
         return ctx.step.run("read again", ctx.last_heartbeat)
 
-    run_id, outcome = engine.run("t")
+    _, outcome = engine.run("t")
     assert isinstance(outcome, Finished)
     assert (found, outcome.value) == ([None, 1, 2], None)
-    assert engine.client.history(run_id).progress == []
 
 
 def test_a_body_without_steps_goes_on_from_its_last_heartbeat(engine: Engine, clock: Clock) -> None:

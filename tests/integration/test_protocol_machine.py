@@ -338,6 +338,15 @@ class Protocol(RuleBasedStateMachine):
 
     def _come_to_rest(self) -> None:
         world = self.world
+        while Router(world.database, world.settings).run_once().work:
+            pass
+        missed = (
+            f"SELECT w.run, w.key FROM {self._schema}.wait AS w JOIN {self._schema}.run AS r ON r.no = w.run"
+            f" JOIN {self._schema}.fact AS f ON f.address = w.address"
+            " WHERE w.state = 'pending' AND r.finished_at IS NULL"
+        )
+        assert self.conn.execute(missed.encode()).fetchall() == [], "I8: a fact has not woken who waits for it"
+        self._sync()
         self.conn.execute(f"UPDATE {self._schema}.worker SET lease_until = '-infinity'".encode())
         for _ in range(ENOUGH):
             live = [run for run in self.known.values() if run.end is None]

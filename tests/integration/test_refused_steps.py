@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
 from tests.support.engine import Engine
-from umt_durable import PollPolicy, RetryPolicy
+from umt_durable import PollPolicy, RetryPolicy, Timer
 from umt_durable.database import Database
 from umt_durable.engine.context import TaskContext
 from umt_durable.engine.outcomes import Finished
@@ -49,7 +49,27 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda step: step.run("s", call()), "step 's': fn must be a function, not 1"),
     (lambda step: step.transaction("s", "insert"), "step 's': fn must be a function"),
     (lambda step: step.transaction("s", coroutine_function), "step 's': fn is a coroutine function"),
-    (lambda step: step.transaction("s", call, on=7), "int is no binding"),
+    (lambda step: step.transaction("s", call, on=7), "step 's': on: int is no binding"),
+    (lambda step: step.transaction("s", call, on="nope"), "step 's': on: no binding named 'nope' is configured"),
+    (lambda step: step.sleep("s", 7), "step 's'"),
+    (lambda step: step.sleep("s", timedelta(seconds=-1)), "step 's'"),
+    (lambda step: step.sleep_until("s", datetime(2030, 1, 1)), "step 's'"),  # noqa: DTZ001
+    (lambda step: step.sleep_until("s", "2030-01-01"), "step 's'"),
+    (lambda step: step.wait_for_fact("w", timeout=7), "wait 'w'"),
+    (lambda step: step.wait_for_fact("w", timeout=timedelta(seconds=-1)), "wait 'w'"),
+    (lambda step: step.wait_for_fact("w", mode="last"), "wait 'w'"),
+    (lambda step: step.wait_any(["a"], timeout=7), "wait_any"),
+    (lambda step: step.wait_all(["a"], timeout="1h"), "wait_all"),
+    (lambda step: step.wait_quorum(1, ["a"], timeout=7), "wait_quorum"),
+    (lambda step: step.wait_quorum(3, ["a", "b"]), "wait_quorum"),
+    (lambda step: step.wait_any([Timer(datetime(2030, 1, 1))]), "timer"),  # noqa: DTZ001
+    (lambda step: step.map("m", call, [1], key=str, workers="yes"), "step.map 'm': workers"),
+    (lambda step: step.map("m", call, [1], key=str, concurrency=0), "step.map 'm': concurrency"),
+    (lambda step: step.map("m", call, [1], key=str, on_error="ignore"), "step.map 'm': on_error"),
+    (lambda step: step.options(undo=7).run("s", call), "undo: a function declared with @undo, not 7"),
+    (lambda step: step.options(retry=7).run("s", call), "retry: a RetryPolicy"),
+    (lambda step: step.options(preemptible="yes").run("s", call), "preemptible is True or False"),
+    (lambda step: step.effect("k", call, on="nope"), "effect 'k': on: no binding named 'nope' is configured"),
     (lambda step: step.run("s", takes_one), "step 's': fn does not take the arguments that it is given: missing"),
     (
         lambda step: step.run("s", takes_one, 1, 2),
@@ -89,7 +109,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
         lambda step: step.options(retry=RetryPolicy.FILE).map("m", "t", [1], key=str, workers=True),
         "step.map 'm' on workers: retry= is for steps",
     ),
-    (lambda step: step.effect("k", call, on=7), "int is no binding"),
+    (lambda step: step.effect("k", call, on=7), "effect 'k': on: int is no binding"),
     (lambda step: step.effect("k", call, not_applied=ValueError), "effect 'k': not_applied holds exception classes"),
     (lambda step: step.effect("k", coroutine_function), "effect 'k': do is a coroutine function"),
     (lambda step: step.map("m", call, 7, key=str), "step.map 'm': items"),

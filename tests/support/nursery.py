@@ -146,8 +146,10 @@ def available() -> bool:
 def main() -> None:
     """Import what workers need, then fork for each that is asked for; in a fork, be that worker."""
     asked = socket.socket(fileno=int(sys.argv[1]))
+    program.leave_commands_out()
     for name in LIBRARIES:
         importlib.import_module(name)
+    assert not any(name.startswith("umt_durable") for name in sys.modules), "each worker imports the product itself"
     while message := asked.recv(_MOST_BYTES):
         ask = json.loads(message)
         middle = os.fork()

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any
 
 
-def main() -> None:
-    """Be `celery`, which asks for the commands when it is imported."""
+def leave_commands_out() -> None:
+    """Have Celery find no commands of other packages when it is imported."""
     own = importlib.metadata.entry_points
 
     def without_commands(**chosen: Any) -> Any:
@@ -22,6 +22,11 @@ def main() -> None:
     importlib.metadata.entry_points = without_commands
     shell = sys.modules["click_repl"] = ModuleType("click_repl")
     shell.register_repl = lambda group: None  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Be `celery`, which asks for the commands when it is imported."""
+    leave_commands_out()
     from celery.__main__ import main as celery
 
     celery()

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"One of them again: python3 dev.py crash-matrix --{options.cells} -k {failed[0]}", flush=True)
     summary = {"command": "crash-matrix", "choice": options.cells, "cells": len(found), **counts, "failures": failed}
     print(json.dumps({**summary, "seconds": round(time.monotonic() - began, 1)}))
-    return 1 if failed or counts["passed"] == 0 else status
+    return 1 if failed or counts["skipped"] or counts["passed"] == 0 else status
 
 
 if __name__ == "__main__":

@@ -80,6 +80,13 @@ def copy(folder: Path, mutant: Mutant) -> None:
     (folder / "umt_durable" / mutant.file).write_text(check(mutant), encoding="utf-8")
 
 
+def pass_without(chosen: Sequence[Mutant]) -> bool:
+    """Say whether the tests pass where nothing is planted: else their failures would tell nothing."""
+    tests = sorted({f"tests/integration/{one}.py" for mutant in chosen for one in mutant.tests})
+    options = ["-q", "-n", str(AT_ONCE), "--tb=line", "--no-header", "-p", "no:cacheprovider"]
+    return subprocess.run([sys.executable, "-m", "pytest", *options, *tests], check=False, cwd=PROJECT).returncode == 0
+
+
 def judge(mutant: Mutant) -> Verdict:
     """Have the mutant's tests look for it; the first that fails ends that."""
     began = time.monotonic()
@@ -121,6 +128,9 @@ def main(argv: Sequence[str]) -> int:
             print(f"{one.name:<36} {one.breaks:<10} {one.file}")
         return 0
     began = time.monotonic()
+    if not pass_without(chosen):
+        print("The tests do not pass as they are, so that they would find nothing.")
+        return 1
     with ThreadPoolExecutor(AT_ONCE) as pool:
         verdicts = []
         for verdict in pool.map(judge, chosen):

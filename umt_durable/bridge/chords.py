@@ -81,3 +81,21 @@ def fail_if_forgotten(backend: Any, request: Context, age_seconds: float) -> Non
         raise ChordError(f"the result backend forgot this chord before all members had ended: see {setting}")
     except ChordError as error:  # Celery reads the traceback from the stack
         backend.chord_error_from_stack(body, error)
+
+
+class ClaimedChordError(Exception):
+    """Somebody has claimed the body of a chord in the result backend, and has not published it yet."""
+
+
+def check_unclaimed(backend: Any, request: Context) -> None:
+    """Refuse to take the report of a chord's member for done while somebody holds the claim to the chord's body.
+
+    Since Celery 5.7 its Redis backend has the body published by whoever claims it, for some seconds. A process that was
+    killed with the claim publishes nothing, and meanwhile reports of members are taken without a word: whoever gives
+    the last of them up then loses the chord.
+    Errors: ClaimedChordError.
+    """
+    if request.chord and request.group and hasattr(backend, "_chord_claim_extend_script"):
+        held = backend.client.get(backend.get_key_for_group(request.group, ".c"))
+        if held is not None and held not in (b"done", "done"):
+            raise ClaimedChordError(f"the body of chord {request.group} is claimed by a process that may be dead")

@@ -13,7 +13,7 @@ from celery.utils.log import get_logger
 from kombu.exceptions import OperationalError
 
 from umt_durable import tracing
-from umt_durable.bridge import callbacks, message, ordinary, sending
+from umt_durable.bridge import callbacks, chords, message, ordinary, sending
 from umt_durable.bridge.deliver import outcome_of, plain_arguments
 from umt_durable.bridge.envelope import Envelope
 from umt_durable.bridge.outgoing import Outgoing, Report, reason
@@ -124,6 +124,8 @@ class CeleryDispatcher:
             self._report(entry, run)
         except _AWAY as error:
             logger.warning("a %s of run %s waits: %s", entry.type, run.id, reason(error))
+        except chords.ClaimedChordError as error:
+            logger.info("the %s of run %s is told again: %s", entry.type, run.id, error)
         except Exception as error:  # noqa: BLE001 - backends raise their own; the row stays and is tried again
             logger.warning("a %s of run %s could not be delivered: %s", entry.type, run.id, type(error).__name__)
             tally.refused[entry.id] = reason(error)
@@ -194,8 +196,10 @@ class CeleryDispatcher:
         stores = not request.ignore_result
         if run.state is RunState.SUCCEEDED:
             backend.mark_as_done(run.id, value, request, store_result=stores)
+            chords.check_unclaimed(backend, request)
         elif run.state is RunState.FAILED:
             backend.mark_as_failure(run.id, error, request=request, store_result=stores, call_errbacks=False)
+            chords.check_unclaimed(backend, request)
         else:
             ordinary.revoke_unanswered(self._durable, run.no)
             callbacks.revoke(backend, request, run.reason or "cancelled", store_result=stores)

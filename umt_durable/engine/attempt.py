@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
@@ -21,6 +22,8 @@ from umt_durable.services.lease import Lease
 from umt_durable.states import AttemptOutcome
 from umt_durable.store import attempts, journal, progress, runs
 from umt_durable.store.guard import Guard
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -162,7 +165,7 @@ class Attempt:
         self._bodies: dict[str, tuple[journal.Entry, float]] = {}
         self.ops: set[UUID] = set()
         """The tokens under which effects are being executed now, by whatever thread."""
-        self.telling = Telling()
+        self.telling = Telling(lambda: lease.notes.hear(self))
         """What its bodies say of how far they are."""
 
     def abort(self, reason: str) -> None:
@@ -316,10 +319,7 @@ class Attempt:
         Shape: `at` is the prefix of the fail points around it.
         Errors: Canceled when a cancel is pending, Abandoned when the grant had ended otherwise.
         """
-        notes = self.notes()
-        if notes:
-            self._ask(lambda guard: progress.note(guard, notes))
-            self.wrote(notes)
+        self._write_notes()
         point(f"{at}.b")
         _, reply = self._ask(work, f"{at}.r")
         if reply is not None and reply is not False:
@@ -333,6 +333,17 @@ class Attempt:
             raise Canceled("cancelled")
         telemetry.count(telemetry.Counter.FENCED_WRITE)
         raise Abandoned("the grant of this run has ended", fenced=True)
+
+    def _write_notes(self) -> None:
+        """Write what is left of what the bodies said. It is for people: no end of a run fails for it."""
+        self._lease.notes.forget(self)
+        notes = self.notes()
+        if notes:
+            try:
+                self._ask(lambda guard: progress.note(guard, notes))
+            except Exception as error:  # noqa: BLE001 - a codec's, the server's
+                logger.warning("what a body said of how far it is could not be kept: %s", error)
+            self.wrote(notes)
 
     def read(self, work: Callable[[Guard], T]) -> T:
         """Run a query of this attempt; its answer is no proof.

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 from uuid import UUID, uuid4, uuid5
 
@@ -58,6 +59,8 @@ NOTIFY_EVERY_SECONDS = 0.005
 CALL_SECONDS = 10.0
 """How long a caller is kept waiting for a database that does not answer."""
 LARGEST_NO = 2**63 - 1
+LOOKS = 5
+"""How often a run that goes on meanwhile is looked at anew, to be explained as it stands at one moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,25 +509,29 @@ class Client(Completing, Access):
         Shape: `str()` of it is for people; `because` holds the reasons, the first of which keeps it, with their codes.
         Errors: UnknownRunError.
         """
-        run = self.get(run_id)
-
-        def read(conn: Connection) -> Explanation | None:
-            standing = diagnosis.standing(conn, run.no)
-            if standing is None:
-                return None
-            return explain(
-                run,
-                standing,
-                diagnosis.open_steps(conn, run.no),
-                diagnosis.open_waits(conn, run.no),
-                paused=pauses.listed(conn),
-                versions=workers.live_versions(conn),
-            )
-
-        found = self._do(read)
-        if found is None:
-            raise UnknownRunError(run_id)
+        found, is_of_one_moment = self._do(partial(self._explained, self.get(run_id)))
+        for _ in range(LOOKS):
+            if is_of_one_moment:
+                break
+            found, is_of_one_moment = self._do(partial(self._explained, self.get(run_id)))
         return found
+
+    def _explained(self, run: Run, conn: Connection) -> tuple[Explanation, bool]:
+        """Explain a run as it was read, and say whether all that was read is of one moment of it."""
+        before = diagnosis.standing(conn, run.no)
+        if before is None:
+            raise UnknownRunError(run.id)
+        found = explain(
+            run,
+            before,
+            diagnosis.open_steps(conn, run.no),
+            diagnosis.open_waits(conn, run.no),
+            paused=pauses.listed(conn),
+            versions=workers.live_versions(conn),
+        )
+        after = diagnosis.standing(conn, run.no)
+        moment = None if after is None else (after.state, after.fence)
+        return found, moment == (before.state, before.fence) and before.state == run.state
 
     def counts(self, *, internal: bool = False) -> dict[str, int]:
         """Count runs by state, paused ones under `paused`; those of this package's own tasks only as for `list`."""

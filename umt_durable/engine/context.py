@@ -190,7 +190,9 @@ class RunContext:
             run = attempt.token.run
             found = attempt.read(lambda guard: progress.of_run(guard.conn, run))
             payload = next((one.payload for one in found if one.key == key), None)
-        return None if payload is None else codec.decode(payload, codec.EMPTY if annotation is None else annotation)
+        if payload is None:
+            return None
+        return codec.decode(self._pass.opened(payload), codec.EMPTY if annotation is None else annotation)
 
 
 class TaskContext(RunContext):

@@ -36,6 +36,8 @@ class Why(StrEnum):
     MISSING_CODE = "missing_code"  # no live worker declares its version
     HINT_PENDING = "hint_pending"  # a relay is to publish its message
     HINT_SENT = "hint_sent"  # the message is on its way to a worker
+    HINT_REFUSED = "hint_refused"  # the broker refused it for good
+    UNDOING = "undoing"  # what it has done, before it ends as cancelled
     EXPIRES = "expires"  # it is cancelled if nobody has begun it by then
     RUNNING = "running"
     OWNER_GONE = "owner_gone"  # the lease of its process has ended
@@ -124,8 +126,10 @@ class _Reasons:
                 Because(Why.PAUSED, f"it is paused since {_time(run.paused_at)}", remedy=self._command("resume"))
             )
         if run.cancel_at is not None:
-            said = f"a cancel was asked for at {_time(run.cancel_at)}; it ends at its next step"
-            found.append(Because(Why.CANCEL_ASKED, said))
+            then = "what it has done is undone, then it ends" if run.compensate_at else "it ends at its next step"
+            found.append(Because(Why.CANCEL_ASKED, f"a cancel was asked for at {_time(run.cancel_at)}; {then}"))
+        elif run.compensate_at is not None:
+            found.append(Because(Why.UNDOING, "it was cancelled; what it has done is undone before it ends"))
         match run.state:
             case RunState.READY:
                 found += self._ready()
@@ -165,14 +169,21 @@ class _Reasons:
             is_due = standing.hint_at <= standing.now
             said = "its message waits for a relay" if is_due else "a relay publishes its message then"
             found.append(Because(Why.HINT_PENDING, said, until=_ahead(standing.hint_at, standing.now)))
+        elif standing.has_dead_hint:
+            remedy = "`umt-durable outbox dead` has the reason; `umt-durable outbox replay --type run` tries it again"
+            found.append(Because(Why.HINT_REFUSED, "the broker refused its message for good", remedy=remedy))
         elif run.paused_at is None and not found:
             again = f", sent again {standing.redelivers} time(s) so far" if standing.redelivers else ""
             said = f"its message is in queue {run.queue or 'of its task'}{again}; without a claim it is sent again"
             found.append(Because(Why.HINT_SENT, said, until=standing.deliver_by))
-        if standing.expires_at is not None:
-            said = "if nobody has begun it by then it ends as cancelled"
-            found.append(Because(Why.EXPIRES, said, until=standing.expires_at))
-        return found
+        return found + self._expiry()
+
+    def _expiry(self) -> list[Because]:
+        if self.standing.expires_at is None:
+            return []
+        return [
+            Because(Why.EXPIRES, "if nobody has begun it by then it ends as cancelled", until=self.standing.expires_at)
+        ]
 
     def _running(self) -> list[Because]:
         standing = self.standing
@@ -189,7 +200,8 @@ class _Reasons:
         run, now = self.run, self.standing.now
         found = [self._wait(wait) for wait in self.open_waits]
         found += [self._step(step) for step in self.steps if step.kind not in ("call", "task")]
-        if run.state is RunState.RETRYING:
+        found += self._expiry()
+        if run.state is RunState.RETRYING and not any(one.why is Why.STEP and one.until for one in found):
             found.insert(
                 0, Because(Why.RETRYING, f"it failed {run.failures} time(s) and is tried again", until=run.wake_at)
             )
@@ -222,10 +234,10 @@ class _Reasons:
     def _wait(self, wait: OpenWait) -> Because:
         match wait.mode:
             case "join":
-                said = f"step {wait.key!r} waits for {self.standing.children} child run(s)"
+                said = f"step {_step_of(wait)!r} waits for {self.standing.children.get(_step_of(wait), 0)} child run(s)"
                 return Because(Why.CHILDREN, said, until=wait.deadline)
             case "task":
-                return Because(Why.ANSWER, f"step {wait.key!r} waits for its task's answer", until=wait.deadline)
+                return Because(Why.ANSWER, f"step {_step_of(wait)!r} waits for its task's answer", until=wait.deadline)
             case "begin":
                 said = f"step {wait.key!r} waits until the holder of its token completes it"
                 return Because(Why.ANSWER, said, until=wait.deadline)
@@ -248,8 +260,16 @@ _ENDS = {RunState.SUCCEEDED: "succeeded", RunState.FAILED: "failed", RunState.CA
 
 def _key_of(address: str) -> str | None:
     """Return the key under which a fact has to be said; None where it is said to the run."""
-    parts = json.loads(address)
-    return str(parts[2]) if parts[0] == "key" else None
+    try:
+        parts = json.loads(address)
+        return str(parts[2]) if parts[0] == "key" else None
+    except (ValueError, IndexError, TypeError):  # nobody of ours has written it; people want to see the rest
+        return None
+
+
+def _step_of(wait: OpenWait) -> str:
+    """Return the key of the step whose wait for others this is."""
+    return wait.key.partition("/")[2] or wait.key
 
 
 def _ahead(at: datetime, now: datetime) -> datetime | None:

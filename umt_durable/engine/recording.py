@@ -28,8 +28,10 @@ from umt_durable.states import RunState, StepKind, StepState
 from umt_durable.store import journal
 from umt_durable.store.guard import Guard
 
-WITH_BODY: Final = frozenset({StepKind.RUN, StepKind.TRANSACTION, StepKind.EFFECT, StepKind.VALUE, StepKind.UNDO})
-"""The steps that a call of their own identifies and that execute something: of others a retry says nothing."""
+WITH_BODY: Final = frozenset(
+    {StepKind.RUN, StepKind.TRANSACTION, StepKind.EFFECT, StepKind.ITEM, StepKind.VALUE, StepKind.UNDO}
+)
+"""The steps that execute a function of their own: of others a retry says nothing."""
 
 R = TypeVar("R")
 
@@ -214,7 +216,10 @@ class Recorder:
                 the_pass.leave(how)
             finally:
                 the_pass.attempt.leave()
-            return value if body.commits else self.commit(entry, body, value)
+            if not body.commits:
+                return self.commit(entry, body, value)
+            the_pass.attempt.telling.forget(entry.key)  # its own commit has recorded it
+            return value
 
     def _reread(self, key: str) -> StepEntry:
         """Read one entry again, which this grant has recorded by a commit whose reply was lost."""

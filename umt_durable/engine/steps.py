@@ -65,6 +65,8 @@ class Steps(WaitSteps, ParallelSteps):
         """
         if retry is not None and not isinstance(retry, RetryPolicy):
             raise DefinitionError(f"retry: a RetryPolicy, such as RetryPolicy.NETWORK, not {retry!r:.100}")
+        if not isinstance(preemptible, bool):
+            raise DefinitionError(f"preemptible is True or False, not {preemptible!r:.100}")
         if undo is not None and not isinstance(undo, Undo):
             raise DefinitionError(f"undo: a function declared with @undo, not {undo!r:.100}")
         former = former_names(renamed_from)
@@ -147,7 +149,7 @@ class Steps(WaitSteps, ParallelSteps):
             policy=policy,
             request=request,
             not_applied=not_applied,
-            binding=self._binding(on),
+            binding=self._binding(on, f"effect {op_key!r}"),
         )
         self._options.refuse_renaming(f"effect {op_key!r}", "its key is what all runs and the provider know it by")
         result: R = run_effect(self._pass, self._recorder, effect)
@@ -253,20 +255,22 @@ class Steps(WaitSteps, ParallelSteps):
         name: str,
     ) -> Callable[[], Any]:
         """Return what executes a transaction step once, where its binding leads."""
-        binding, where = self._binding(on), f"step {name!r}"
+        where = f"step {name!r}"
+        binding = self._binding(on, where)
         if isinstance(binding, Ledger):
             begun = None if recorded is None else recorded.age_seconds or 0.0
             return LedgerStep(self._pass, Elsewhere(entry, binding, body, annotation, where, begun)).once
         record = step_record(entry, body, annotation, where=where)
         return lambda: run_in_transaction(self._pass, entry, binding, record, where=where)
 
-    def _binding(self, on: Binding | str | None) -> Binding:
+    def _binding(self, on: Binding | str | None, where: str) -> Binding:
         bindings = self._pass.bindings
         if on is None or (isinstance(on, str) and "://" not in on):
             name = on or "default"
             if name not in bindings:
-                raise DefinitionError(f"no binding named {name!r} is configured (known: {', '.join(sorted(bindings))})")
+                known = ", ".join(sorted(bindings))
+                raise DefinitionError(f"{where}: on: no binding named {name!r} is configured (known: {known})")
             on = bindings[name]
         if not isinstance(on, Ledger):  # which was checked when it was made
-            check_binding(on)
+            check_binding(on, f"{where}: on: ")
         return on

@@ -1,18 +1,19 @@
 """What a body says of how far it is: for people who look, and for the next execution of the same step.
 
-Saying it costs no round trip. It is kept in this process, and written by the thread that keeps the lease, about once a
-second; what is left then is written before the attempt gives the run up.
+Saying it costs no round trip. It is kept in this process, and written by a thread for that, about once a second; what
+is left then is written before the attempt gives the run up.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from umt_durable import codec, native, texts
 from umt_durable.errors import DefinitionError
+from umt_durable.payloads import TEXT
 from umt_durable.records import Note
 from umt_durable.redaction import redact_text
 
@@ -23,7 +24,9 @@ RUN = ""
 class Telling:
     """What the bodies of one attempt have said. Called from any thread; the lock is never held over anything slow."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_said: Callable[[], object] = lambda: None) -> None:
+        """Keep what is said; `on_said` is called after each time."""
+        self._on_said = on_said
         self._lock = native.lock()
         self._turn = 0
         self._said: dict[str, Note] = {}
@@ -35,6 +38,7 @@ class Telling:
             self._turn += 1
             self._said[key] = replace(self._said.get(key) or Note(key, 0), turn=self._turn, **said)
             self._unwritten.add(key)
+        self._on_said()
 
     def last(self, key: str) -> bytes | None:
         """Return what this attempt was given by its last heartbeat under a key."""
@@ -65,7 +69,8 @@ def status_text(text: object) -> str:
     Errors: DefinitionError for what is no text of at most 255 characters.
     """
     texts.check("status", text, least=0)
-    return redact_text(str(text or ""))[: texts.LONGEST]
+    kept = redact_text(str(text or ""))[: texts.LONGEST]
+    return f" {kept}" if kept.startswith(TEXT) else kept  # or a reader would take it for a sealed one
 
 
 def amounts(done: object, total: object) -> dict[str, float | None]:

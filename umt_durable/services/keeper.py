@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
@@ -15,7 +15,7 @@ from umt_durable.clock import boottime
 from umt_durable.database import TRANSIENT, Connection
 from umt_durable.errors import DatabaseUnavailableError
 from umt_durable.services.outage import Outage
-from umt_durable.store import journal, progress, runs, workers
+from umt_durable.store import journal, runs, workers
 from umt_durable.store import settings as schema_settings
 from umt_durable.store.guard import Guard
 
@@ -35,8 +35,7 @@ class Keeper:
     """Talks to the database for one lease, on a connection of its own.
 
     Once a third of the lease it renews it. Once a second while attempts are held it reads which were asked to stop,
-    shows bodies that run for long and what they say of how far they are, and deletes rows that finished attempts
-    published themselves.
+    shows bodies that run for long, and deletes rows that finished attempts published themselves.
     Keeps: it outlives any outage and any defect; without it the process loses every run it holds.
     """
 
@@ -154,32 +153,20 @@ class Keeper:
         for one in held.values():
             for entry, began in one.bodies():
                 self._mark_long(conn, one, entry, began)
-            self._note_progress(conn, one)
-
-    def _note_progress(self, conn: Connection, held: Held) -> None:
-        """Write what the bodies of an attempt said since the last time."""
-        notes = held.notes()
-        if notes and self._write(conn, held, "note_progress", lambda guard: progress.note(guard, notes)):
-            held.wrote(notes)
 
     def _mark_long(self, conn: Connection, held: Held, entry: journal.Entry, began: float) -> None:
-        """Show a body that has been running for a while, once."""
+        """Show a body that has been running for a while, once, unless its row is locked at this moment."""
         age, mark = boottime() - began, (held.token.claim, entry.key, began)
         if age < LONG_BODY_SECONDS or mark in self._marked:
             return
-        if self._write(conn, held, "mark_started", lambda guard: journal.mark_started(guard, entry, age_seconds=age)):
-            self._marked.add(mark)
-
-    def _write(self, conn: Connection, held: Held, duty: str, work: Callable[[Guard], object]) -> bool:
-        """Write something about an attempt, unless its run's row is locked at this moment: then the next tick does."""
         try:
             with conn.transaction():
                 schema_settings.limit_lock_wait(conn, milliseconds=MARK_LOCK_WAIT_MS)
-                work(Guard(conn, held.token))
+                journal.mark_started(Guard(conn, held.token), entry, age_seconds=age)
         except (pg.LockNotAvailable, pg.QueryCanceled):
-            telemetry.count(telemetry.Counter.DUTY_FAILED, duty=duty, run=held.token.run)
-            return False
-        return True
+            telemetry.count(telemetry.Counter.DUTY_FAILED, duty="mark_started", run=held.token.run)
+        else:
+            self._marked.add(mark)
 
 
 def counted_since(base: Mapping[str, int], counters: Mapping[str, int]) -> dict[str, int]:

@@ -20,8 +20,9 @@ from umt_durable import native, telemetry
 from umt_durable.clock import boottime
 from umt_durable.database import Connection, Database, after_fork
 from umt_durable.errors import DatabaseUnavailableError
-from umt_durable.records import Note, Token
+from umt_durable.records import Token
 from umt_durable.services.keeper import Keeper, abort, counted_since
+from umt_durable.services.notes import Notes
 from umt_durable.settings import Settings
 from umt_durable.store import journal, outbox, runs, workers
 
@@ -52,12 +53,6 @@ class Held(Protocol):
 
     def bodies(self) -> Sequence[tuple[journal.Entry, float]]:
         """Return the steps whose bodies are being executed and the `boottime` each began at."""
-
-    def notes(self) -> Sequence[Note]:
-        """Return what the bodies have said of how far they are, and nobody has written yet."""
-
-    def wrote(self, notes: Sequence[Note]) -> None:
-        """Take note of what was written of it."""
 
 
 @dataclass(slots=True)
@@ -105,6 +100,8 @@ class Lease:
         self.versions = tuple(versions)
         self.queues = dict(queues or {})
         self.reserved = reserved
+        self.notes = Notes(database)
+        """What the attempts under it say of how far they are."""
         self._node = node
         self._idle_seconds = idle_seconds
         self._begin_anew()

@@ -140,12 +140,15 @@ SELECT pid, coalesce(application_name, ''), coalesce(state, ''), extract(epoch F
 
 -- name: standing_of_run :maybe
 -- Read what decides when a run goes on: the hint it waits for, the process that holds it, what of it is under way.
--- Locks: none. Index: run_pkey, worker_pkey, outbox_event_due (all of it; for people), run_unfinished.
+-- Locks: none. Index: run_pkey, worker_pkey, outbox_event_due and outbox_event_dead (all of them; for people), run_unfinished.
 SELECT r.deliver_by, r.redelivers, r.expires_at, r.attempt_deadline, w.host, w.pid, coalesce(w.lease_until > {schema}.now(), false),
        (SELECT min(o.next_attempt_at) FROM {schema}.outbox_event AS o WHERE o.run = r.no AND o.type = 'run' AND o.status = 'pending'),
        (SELECT count(*) FROM {schema}.outbox_event AS o WHERE o.run = r.no AND o.type IN ('result', 'callback') AND o.status = 'pending'),
-       (SELECT count(*) FROM {schema}.run AS c WHERE c.parent_no = r.no AND c.finished_at IS NULL),
-       {schema}.now()
+       EXISTS (SELECT 1 FROM {schema}.outbox_event AS o WHERE o.run = r.no AND o.type = 'run' AND o.status = 'dead'),
+       (SELECT coalesce(jsonb_object_agg(c.parent_key, c.live), '{}')
+          FROM (SELECT parent_key, count(*) AS live FROM {schema}.run
+                 WHERE parent_no = r.no AND finished_at IS NULL AND parent_key IS NOT NULL GROUP BY parent_key) AS c),
+       {schema}.now(), r.state, r.fence
   FROM {schema}.run AS r LEFT JOIN {schema}.worker AS w ON w.id = r.worker
  WHERE r.no = %(run)s
 

@@ -88,7 +88,8 @@ class Standing:
     """What decides when a run goes on.
 
     Shape: `hint_at` is when the message of a ready run is to be published, None where it was; `unreported` messages
-    about its end have not left; `host` and `pid` are of the process that executes it, if that `is_held` by a lease.
+    about its end have not left; `children` counts the live ones by the step that awaits them; `host` and `pid` are of
+    the process that executes it, if that `is_held` by a lease.
     """
 
     deliver_by: datetime | None
@@ -100,8 +101,11 @@ class Standing:
     is_held: bool
     hint_at: datetime | None
     unreported: int
-    children: int
+    has_dead_hint: bool
+    children: dict[str, int]
     now: datetime
+    state: str
+    fence: int
 
 
 @dataclass(frozen=True, slots=True)
