@@ -14,8 +14,10 @@ from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from umt_durable import AutocommitError, DefinitionError, Durable, TaskContext, UnknownRunError
+from umt_durable.services.router import Router
 from umt_durable.settings import Settings
 from umt_durable.states import RunState
+from umt_durable.store import outbox
 
 Open = Callable[[], AbstractAsyncContextManager[Any]]
 
@@ -168,3 +170,40 @@ def test_i2_tasks_and_queues_are_paused_and_resumed_with_the_callers_async_trans
         assert not await durable.aresume_queue(durable.queue_of("waits"), actor="ann")
 
     asyncio.run(use())
+
+
+def test_i2_acts_on_ended_runs_and_what_leaves_join_the_callers_async_transaction(
+    durable: Durable, begun: Open
+) -> None:
+    task = durable.app.tasks["waits"]
+
+    async def use() -> tuple[str, str, str]:
+        ended = await task.aenqueue(1)
+        await durable.acancel(ended.id)
+        kept = await task.aenqueue(2)
+        with suppress(GoneError):
+            async with begun() as conn:
+                await durable.apause(kept.id, actor="ann", conn=conn)
+                never = await durable.aretry(ended.id, actor="ann", conn=conn)
+                await durable.outbox.aemit("happened", 1, conn=conn)
+                await durable.outbox.asend(durable.app.signature("ordinary"), conn=conn)
+                raise GoneError
+        assert durable.get(kept.id).paused_at is None
+        with pytest.raises(UnknownRunError):
+            durable.get(never)
+        async with begun() as conn:
+            await durable.apause(kept.id, actor="ann", conn=conn)
+            again = await durable.aretry(ended.id, actor="ann", conn=conn)
+            event = await durable.outbox.aemit("happened", 1, conn=conn)
+        assert durable.outbox.get(event).type == "happened"
+        assert [one.act for one in (await durable.ahistory(again)).audit] == ["retry"]
+        Router(durable.database, durable.settings).run_once()
+        assert (await durable.aexplain(kept.id)).because[0].why == "paused"
+        await durable.aresume(kept.id, actor="ann")
+        assert durable.get(kept.id).paused_at is None
+        return ended.id, kept.id, again
+
+    ended, kept, again = asyncio.run(use())
+
+    assert {run.id for run in durable.list()} == {ended, kept, again}
+    assert durable.database.do(outbox.status)[0] >= 1

@@ -81,3 +81,9 @@ def use(run_id: str) -> None:
     durable.fork(run_id, actor="ann")  # expect: call-arg
     durable.cancel(17)  # expect: arg-type
     durable.fail("token", error=17)  # expect: arg-type
+
+
+async def use_async(run_id: str) -> None:
+    await fulfil.aenqueue("A-17", pieces="2")  # expect: call-overload
+    await fulfil.aenqueue(17)  # expect: call-overload
+    await durable.acancel(17)  # expect: arg-type

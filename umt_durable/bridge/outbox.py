@@ -13,6 +13,7 @@ from celery.canvas import Signature, maybe_signature
 from umt_durable import codec, tracing
 from umt_durable.bridge import calls, enqueuing, sending
 from umt_durable.bridge.outgoing import Outgoing
+from umt_durable.engine.async_calls import in_thread
 from umt_durable.engine.outbox import OutboxClient, check_type
 from umt_durable.errors import DefinitionError, DuplicateOutboxRouteError, InputError, UnknownTaskError
 from umt_durable.records import NewRun, OutboxEntry, OutboxEvent
@@ -92,6 +93,16 @@ class Outbox:
         if app.current_worker_task:
             app.current_worker_task.add_trail(result)
         return result
+
+    async def aemit(
+        self, type: str, payload: Any = None, *, conn: object = None, idempotency_key: str | None = None
+    ) -> UUID:
+        """Keep an event, in the caller's async transaction where one is given; see `emit` and `Durable.aenqueue`."""
+        return await in_thread(lambda own: self.emit(type, payload, conn=own, idempotency_key=idempotency_key), conn)
+
+    async def asend(self, signature: Any, *, conn: object = None, task_id: str | None = None) -> Any:
+        """Send a task, a chain, a group or a chord, in the caller's async transaction; see `send`."""
+        return await in_thread(lambda own: self.send(signature, conn=own, task_id=task_id), conn)
 
     def get(self, event: UUID | str) -> OutboxEvent:
         """Read one row; see `OutboxClient.get`."""

@@ -90,7 +90,7 @@ class DurableTaskOf(Protocol[P, Returned]):
     async def aenqueue(
         self,
         *args: Any,
-        conn: object = None,
+        conn: object,
         idempotency_key: str | None = None,
         idempotency_ttl: float | timedelta | None = None,
         idempotency_policy: Literal["attach", "reject"] = "attach",
@@ -98,6 +98,23 @@ class DurableTaskOf(Protocol[P, Returned]):
         attributes: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> AsyncResult: ...
+    @overload
+    async def aenqueue(
+        self,
+        *args: Any,
+        idempotency_key: str | None,
+        idempotency_ttl: float | timedelta | None = None,
+        idempotency_policy: Literal["attach", "reject"] = "attach",
+        ref: str | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> AsyncResult: ...
+    @overload
+    async def aenqueue(
+        self, *args: Any, ref: str | None, attributes: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> AsyncResult: ...
+    @overload
+    async def aenqueue(self, *args: Any, attributes: Mapping[str, Any] | None, **kwargs: Any) -> AsyncResult: ...
     async def aenqueue(self, *args: Any, **kwargs: Any) -> AsyncResult:
         """Start a run from an asyncio program; see `DurableTask.aenqueue`."""
 
