@@ -121,7 +121,8 @@ def chosen(choice: str) -> list[Cell]:
     """Return the cells of a choice.
 
     Shape: `few` is one for each of FEW; `ci` two for each point, so that each meets two pools, two actions and both
-    brokers, and one where only a lost reply matters; `pairwise` four, so that each pair of two factors meets, but for what a point cannot do; `full` all.
+    brokers, and one where only a lost reply matters; `pairwise` four, so that each pair of two factors meets, but for
+    what a point cannot do; `full` all.
     """
     if choice == "few":
         return [Cell(act, point, "kill", "prefork", "redis") for act, point in _points() if point in FEW]
