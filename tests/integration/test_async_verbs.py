@@ -180,6 +180,7 @@ def test_i2_acts_on_ended_runs_and_what_leaves_join_the_callers_async_transactio
     async def use() -> tuple[str, str, str]:
         ended = await task.aenqueue(1)
         await durable.acancel(ended.id)
+        assert durable.get(ended.id).state is RunState.CANCELLED
         kept = await task.aenqueue(2)
         with suppress(GoneError):
             async with begun() as conn:
@@ -196,7 +197,7 @@ def test_i2_acts_on_ended_runs_and_what_leaves_join_the_callers_async_transactio
             again = await durable.aretry(ended.id, actor="ann", conn=conn)
             event = await durable.outbox.aemit("happened", 1, conn=conn)
         assert durable.outbox.get(event).type == "happened"
-        assert [one.act for one in (await durable.ahistory(again)).audit] == ["retry"]
+        assert [one.act for one in (await durable.ahistory(ended.id)).audit] == ["retry"]
         Router(durable.database, durable.settings).run_once()
         assert (await durable.aexplain(kept.id)).because[0].why == "paused"
         await durable.aresume(kept.id, actor="ann")
