@@ -73,7 +73,12 @@ class Redactor:
     """
 
     def __init__(self, extra_keys: Iterable[str] = ()) -> None:
-        self.keys: frozenset[str] = frozenset((*DEFAULT_KEYS, *extra_keys))
+        self.keys: frozenset[str] = frozenset(DEFAULT_KEYS)
+        self.learn(extra_keys)
+
+    def learn(self, extra_keys: Iterable[str]) -> None:
+        """Mask what stands beside these names too, from now on."""
+        self.keys = frozenset((*self.keys, *extra_keys))
         self._wanted = frozenset("".join(_words(key)) for key in self.keys) - {""}
         self._decided: dict[str, bool] = {}
 

@@ -64,6 +64,8 @@ class Settings:
     payload_codec: object | None = None
     """What seals arguments, results and facts before they are stored, or where it is, as `module:name`. None: nothing.
     Every process of the schema needs the same."""
+    redact_keys: tuple[str, ...] | None = None
+    """Further names whose values are masked in logs, stored errors and shown payloads; for the whole process."""
     signing_keys: tuple[str, ...] | None = field(default=None, repr=False)
     """The secrets that tokens of `step.begin` are signed with, 16 characters or more each, in the environment with
     spaces between: the first signs, all are known. None: the schema's own, which is made with it."""
@@ -134,7 +136,7 @@ def _parse(value: Any, kind: Any, source: str) -> Any:
     if kind == object | None:
         return value
     if kind == tuple[str, ...] | None:
-        return _secrets(value, source)
+        return _texts(value, source)
     try:
         if kind is bool:
             text = str(value).strip().lower()
@@ -152,8 +154,8 @@ def _parse(value: Any, kind: Any, source: str) -> Any:
     return str(value)
 
 
-def _secrets(value: Any, source: str) -> tuple[str, ...]:
-    """Read several secrets; no error shows them."""
+def _texts(value: Any, source: str) -> tuple[str, ...]:
+    """Read several texts, secrets perhaps; no error shows them."""
     found = tuple(value.split() if isinstance(value, str) else value if isinstance(value, list | tuple) else ())
     if not found or not all(isinstance(one, str) for one in found):
         raise ConfigurationError(f"{source} must be a list of texts, or one text of them with spaces between")

@@ -88,7 +88,14 @@ def worker(
 
 def claim(conn: Connection, run_id: str, by: UUID, *, limit_seconds: float | None = None) -> Grant:
     """Give a run to a worker."""
-    grant = runs.claim(
+    grant = try_claim(conn, run_id, by, limit_seconds=limit_seconds)
+    assert grant is not None
+    return grant
+
+
+def try_claim(conn: Connection, run_id: str, by: UUID, *, limit_seconds: float | None = None) -> Grant | None:
+    """Ask for a run on behalf of a worker."""
+    return runs.claim(
         conn,
         id=run_id,
         nesting=0,
@@ -98,8 +105,6 @@ def claim(conn: Connection, run_id: str, by: UUID, *, limit_seconds: float | Non
         versions=[VERSION],
         limit_seconds=limit_seconds,
     )
-    assert grant is not None
-    return grant
 
 
 def running(conn: Connection, **given: Any) -> tuple[NewRun, Grant, UUID]:

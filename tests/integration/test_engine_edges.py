@@ -24,6 +24,8 @@ from umt_durable.errors import DatabaseUnavailableError, DefinitionError
 from umt_durable.records import Grant
 from umt_durable.settings import Settings
 from umt_durable.states import RunState, StepState
+from umt_durable.store import runs
+from umt_durable.store.guard import Guard
 
 
 class DeclinedError(Exception):
@@ -306,3 +308,24 @@ def test_a_sleep_or_back_off_beyond_every_calendar_is_refused_or_capped(engine: 
     assert isinstance(slept.error, DefinitionError)
     assert isinstance(retried, Parked)
     assert engine.state(retried_id) is RunState.RETRYING
+
+
+def test_i7_a_proofs_age_counts_from_before_its_statement_was_sent(engine: Engine) -> None:
+    @engine.task("t")
+    def body(ctx: TaskContext) -> list[bool]:
+        attempt = ctx._pass.attempt
+
+        def slow(guard: Guard) -> bool | None:
+            asked, reply = boottime(), runs.prove(guard)
+            until(lambda: boottime() - asked > PROOF_SECONDS, what="the reply to be on its way for long")
+            return reply
+
+        attempt.write(runs.prove, cancel=bool)
+        quick = attempt.is_fresh()
+        attempt.write(slow, cancel=bool)
+        return [quick, attempt.is_fresh()]
+
+    _, outcome = engine.run("t")
+
+    assert isinstance(outcome, Finished)
+    assert outcome.value == [True, False]

@@ -163,3 +163,20 @@ def test_steps_inside_a_step_are_refused(engine: Engine) -> None:
 
     assert isinstance(outcome, Finished)
     assert "cannot call the context's steps" in str(outcome.error)
+
+
+def test_i6_the_first_pass_too_is_given_what_would_be_read_back(engine: Engine) -> None:
+    shared = {"items": [1]}
+    same: list[bool] = []
+
+    @engine.task("t")
+    def body(ctx: TaskContext) -> Any:
+        found = ctx.step.run("read", lambda: shared)
+        same.append(found is shared or found["items"] is shared["items"])
+        shared["items"].append(2)
+        return found
+
+    _, outcome = engine.run("t")
+
+    assert isinstance(outcome, Finished)
+    assert (outcome.value, same) == ({"items": [1]}, [False])

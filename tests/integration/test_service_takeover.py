@@ -18,7 +18,7 @@ from umt_durable.database import Connection, Database
 from umt_durable.services import takeover
 from umt_durable.services.takeover import Sweeper
 from umt_durable.settings import Settings
-from umt_durable.states import AttemptOutcome
+from umt_durable.states import AttemptOutcome, RunState
 from umt_durable.store import attempts, journal, runs
 from umt_durable.store.guard import Guard
 
@@ -59,6 +59,27 @@ def test_i5_after_a_take_over_no_write_of_the_old_owner_is_accepted(
     assert kit.state(conn, new.id) == "ready"
 
 
+def test_i5_i12_the_old_owner_neither_ends_nor_parks_what_the_next_one_executes(
+    conn: Connection, sweeper: Sweeper, clock: Clock
+) -> None:
+    new, grant, _ = kit.running(conn)
+    clock.advance(seconds=kit.LEASE_SECONDS + 1)
+    sweeper.run_once()
+    clock.advance(seconds=1)
+    heir = kit.claim(conn, new.id, kit.worker(conn))
+    guard = Guard(conn, grant.token)
+
+    assert kit.finish(conn, grant.token) is None
+    assert kit.commit_step(conn, grant, "charge") is None
+    assert journal.start(guard, kit.entry("charge")) is None
+    assert runs.prove(guard) is None
+    assert runs.lock_grant(guard) is None
+    assert runs.suspend(guard, state=RunState.SLEEPING, steps=[], waits=[]) is False
+    assert runs.retry(guard, delay_seconds=1, error=b"{}", summary="x") is False
+    assert runs.hand_over(guard, deliver_seconds=30) is False
+    assert (kit.state(conn, new.id), kit.commit_step(conn, heir, "charge")) == ("running", False)
+
+
 def test_i5_a_write_that_waits_for_an_uncommitted_take_over_is_refused_when_it_commits(
     conn: Connection, database: Database, settings: Settings, clock: Clock, other: Connection
 ) -> None:
@@ -88,10 +109,14 @@ def test_i5_a_write_that_waits_for_an_uncommitted_take_over_is_refused_when_it_c
 def test_i7_a_run_taken_from_a_process_that_may_live_is_claimable_only_when_no_proof_of_it_can_hold(
     conn: Connection, sweeper: Sweeper, clock: Clock
 ) -> None:
-    _, grant, _ = kit.running(conn)
+    new, grant, _ = kit.running(conn)
     clock.advance(seconds=kit.LEASE_SECONDS + 1)
+    heir = kit.worker(conn)
 
     counts = sweeper.run_once()
+    kit.table(conn, "UPDATE {}.run SET wake_at = wake_at + interval '1 hour' RETURNING no")
+    early = kit.try_claim(conn, new.id, heir)
+    kit.table(conn, "UPDATE {}.run SET wake_at = wake_at - interval '1 hour' RETURNING no")
 
     delay, due = kit.table(
         conn,
@@ -102,6 +127,8 @@ def test_i7_a_run_taken_from_a_process_that_may_live_is_claimable_only_when_no_p
     assert due
     assert (counts.taken, counts.hints) == (1, 1)
     assert kit.row(conn, grant.token.run, "crashes", "claim", "worker") == (1, None, None)
+    clock.advance(seconds=1)
+    assert (early, kit.try_claim(conn, new.id, heir) is not None) == (None, True)
 
 
 def test_b6_the_attempt_of_a_lost_worker_ends_as_lost_and_says_whose_it_was(

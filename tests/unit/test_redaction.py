@@ -7,9 +7,11 @@ import time
 from types import MappingProxyType
 
 import pytest
+from celery import Celery
 from hypothesis import given
 from hypothesis import strategies as st
 
+from umt_durable import Durable, redaction
 from umt_durable.redaction import DEFAULT, MASK, RedactingFilter, Redactor
 
 CANARY = "c4n4ry"
@@ -244,3 +246,15 @@ def test_no_text_around_it_uncovers_a_quoted_secret(around: str, key: str) -> No
     masked = DEFAULT.redact_text(f'{around} {key}="{CANARY}" {around}')
 
     assert CANARY not in masked
+
+
+def test_e11_names_that_an_app_adds_are_masked_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction.DEFAULT, "keys", redaction.DEFAULT.keys)
+    monkeypatch.setattr(redaction.DEFAULT, "_wanted", redaction.DEFAULT._wanted)
+    monkeypatch.setattr(redaction.DEFAULT, "_decided", {})
+    assert redaction.redact({"iban": "DE00"}) == {"iban": "DE00"}
+    durable = Durable(Celery("redacting", set_as_current=False), embedded=False, redact_keys=["iban"])
+
+    assert durable.settings.redact_keys == ("iban",)
+    assert redaction.redact({"iban": "DE00", "customerIban": "DE01"}) == {"iban": "***", "customerIban": "***"}
+    assert redaction.redact_text("failed for iban=DE00") == "failed for iban=***"

@@ -41,3 +41,12 @@ def test_what_the_environment_says_is_checked_as_well(text: str) -> None:
 def test_a_count_that_cannot_be_read_is_refused_by_its_name(value: object) -> None:
     with pytest.raises(ConfigurationError, match="durable_pool_size"):
         Settings.load({}, {"durable_pool_size": value}, {})
+
+
+def test_e11_further_names_of_secrets_are_read_from_a_list_or_a_text() -> None:
+    assert Settings.load({"redact_keys": ["iban"]}, {}, {}).redact_keys == ("iban",)
+    assert Settings.load({}, {}, {"DURABLE_REDACT_KEYS": "iban tax_id"}).redact_keys == ("iban", "tax_id")
+    with pytest.raises(ConfigurationError, match="DURABLE_REDACT_KEYS must be a list of texts"):
+        Settings.load({}, {}, {"DURABLE_REDACT_KEYS": " "})
+    with pytest.raises(ConfigurationError, match="redact_keys must be a list of texts"):
+        Settings.load({"redact_keys": 7}, {}, {})

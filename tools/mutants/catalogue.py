@@ -82,19 +82,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "state = 'ready' AND",
         "test_pausing",
     ),
-    _sql(
-        *("park-with-the-same-fence", "I5", "run", "suspend_run"),
-        "fence = run.fence + 1",
-        "fence = run.fence",
-        *(_FENCING, _WAITS, "test_engine_lost_replies"),
-    ),
     _sql("finish-without-token", "I5, I12", "run", "finish_run", _GRANT, " AND state = 'running'", _FENCING, _TAKEOVER),
     # -- steps --------------------------------------------------------------------------------------------------------
     _sql(
         *("second-outcome-of-a-step", "I6", "step", "commit_step"),
         " WHERE step.state = 'started'\n",
         "\n",
-        *(_STEPS, "test_engine_lost_replies", "test_engine_journal", _FENCING),
+        *(_STEPS, "test_engine_lost_replies", "test_engine_journal", _FENCING, "test_protocol_machine"),
     ),
     Mutant(
         "inputs-not-compared",

@@ -12,7 +12,7 @@ from uuid import UUID, uuid4
 from celery import Celery, signals
 from celery.utils.log import get_logger
 
-from umt_durable import codec, migrate, tracing
+from umt_durable import codec, migrate, redaction, tracing
 from umt_durable.bridge import deliver, enqueuing, receivers, revoke
 from umt_durable.bridge.async_verbs import AsyncVerbs
 from umt_durable.bridge.bootsteps import install
@@ -348,7 +348,9 @@ class Durable(AsyncVerbs, PauseVerbs):
     def settings(self) -> Settings:
         """The settings in force. The first look at them may start the embedded pair of the library's own app."""
         conf = self.app.conf
-        return Settings.load(self._given, {key: conf[key] for key in conf if str(key).startswith("durable_")})
+        found = Settings.load(self._given, {key: conf[key] for key in conf if str(key).startswith("durable_")})
+        redaction.DEFAULT.learn(found.redact_keys or ())
+        return found
 
     @cached_property
     def database(self) -> Database:
