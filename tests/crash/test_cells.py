@@ -156,10 +156,10 @@ def assert_ended(scene: Scene, end: acts.End) -> None:
     """Check where a run stands, and that nothing of it is left anywhere."""
     durable = scene.tasks.durable
     until(
-        lambda: durable.get(end.run).state is end.state,
+        lambda: [run.state for run in durable.list() if run.id == end.run] == [end.state],
         timeout=90,
         what=f"the run to be {end.state}",
-        diagnose=lambda: f"{durable.explain(end.run)}\n{scene._logs()}",
+        diagnose=lambda: "\n".join([*(str(durable.explain(run.id)) for run in durable.list()), scene._logs()]),
     )
     if end.state is RunState.SUCCEEDED:
         assert AsyncResult(end.run, app=scene.tasks.app).get(timeout=60) == end.result
